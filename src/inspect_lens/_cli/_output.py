@@ -396,12 +396,11 @@ class Made:
         shown = self.probe.card
         if self.evaluations:
             shown = shown.model_copy(update={"evaluations": self.evaluations})
-        copies = shown.training.near_duplicates if shown.training else ()
         unmeasured = (
             "Nothing was measured: there is no held-out set, so what the probe finds in new "
             "samples is not known; name one with --held-out, or run probe evaluate."
         )
-        return (*shown.warnings, *copies, *(() if shown.evaluations else (unmeasured,)))
+        return (*shown.warnings, *(() if shown.evaluations else (unmeasured,)))
 
     def result(self) -> dict[str, Any]:
         """The facts as a dict for JSON."""
@@ -431,6 +430,7 @@ class Made:
             rest = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
             of = "tokens of " if t.unit == "tokens" else ""
             above = t.claim or f"{t.n_above} of {t.n_control} {of}{t.control}{rest} above it"
+            few += f", set with {differs}" if (differs := self.probe.card.set_with(t)) else ""
             yield f"  threshold {t.value:.5g} for {t.holds_for}, set for {t.fpr:g}: {above}{few}"
         for e in self.evaluations:
             yield from self._of_set(e)

@@ -378,7 +378,10 @@ def calibrate(
             card = card.model_copy(update={"seen": seen})
     if labelled:
         data = unseen(labelled)
-        fitted = fit_probabilities(data.scores(loaded), data.labels, method=method, name=data.name)
+        fitted = fit_probabilities(
+            data.scores(loaded), data.labels, method=method, name=data.name,
+            numerics=data.capture and data.capture.numerics,
+        )  # fmt: skip
         card = card.model_copy(update={"calibration": fitted})
         if card.seen is not None:
             seen = card.seen.with_calibration(data.shown(card.seen.by, loaded.layers))

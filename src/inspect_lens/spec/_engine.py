@@ -210,6 +210,23 @@ class Numerics(Value):
         told = [(name, now, then) for name, now, then in pairs if now and then]
         return tuple(f"{name} {now} instead of {then}" for name, now, then in told if now != then)
 
+    def unlike(self, others: Mapping[str, Numerics | None], *, name: str) -> tuple[str, ...]:
+        """How a set that these computed differs from other sets, a sentence for each difference.
+
+        Args:
+            others: what computed the other sets, by their names; None: not known.
+            name: of the set.
+        """
+        found: dict[tuple[str, ...], list[str]] = {}
+        for other, known in others.items():
+            if known and (differs := known.differences(self)):
+                found.setdefault(differs, []).append(repr(other))
+        return tuple(
+            f"{name!r} was computed with {' and '.join(differs)}, unlike {' and '.join(names)}, so "
+            "what differs between them may come from that; collect all of them with one engine."
+            for differs, names in found.items()
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:

@@ -120,7 +120,8 @@ def train_probe(
 
     Warns:
         UserWarning: what `ProbeCard.warnings` says, such as a recall below the floor, and samples
-            of judged sets that are all but copies of training samples.
+            of judged sets that are all but copies of training samples; and sets that were computed
+            with another engine, dtype or quantisation than the others.
 
     Raises:
         SpecError: the model did not do what its instructions asked for (`behaviour_floor`), a group
@@ -204,6 +205,7 @@ def train_probe(
         selected_by=chosen.by or "",
         tied_layers=chosen.tied,
         near_duplicates=tuple(text for texts in copies.values() for text in texts),
+        computed_otherwise=chosen.computed_otherwise,
     )
     seen = list_seen(probe.layers, training=train, selection=selection, control=control)
     probe = probe.with_card(sweep=chosen.sweep, thresholds=thresholds, training=facts, seen=seen)
@@ -225,8 +227,10 @@ def train_probe(
         if e.auroc is not None
     )
     made = probe.with_card(evaluations=evaluations, transfers=verdicts)
-    for text in (*made.card.warnings, *facts.near_duplicates):
-        warnings.warn(text, UserWarning, stacklevel=2)
+    told = {*facts.computed_otherwise, *(t for e in evaluations for t in e.computed_otherwise)}
+    for text in made.card.warnings:
+        if text not in told:
+            warnings.warn(text, UserWarning, stacklevel=2)
     return made
 
 

@@ -447,10 +447,9 @@ def _html(
     card: ProbeCard, sets: Sequence[ReportSet], images: Mapping[str, bytes], *, sha256: str,
     bands: bool,
 ) -> str:  # fmt: skip
-    warned = list(card.warnings) + list(card.training.near_duplicates if card.training else ())
     own = card.thresholds_for(card.answer)
     return render(
-        "report.html", title=card.name, card=card, warnings=list(dict.fromkeys(warned)),
+        "report.html", title=card.name, card=card, warnings=card.warnings,
         rate=f" for a rate of {own[0].fpr:g}" if own else "",
         introduction=_introduction(card), summary=_summary(card), seen=_seen(card, sets),
         decisive=[_decisive(e) for e in card.evaluations], beside=BESIDE_AUROC,

@@ -332,6 +332,9 @@ class TrainingFacts(Value):
     widest separation was taken."""
     near_duplicates: tuple[str, ...] = ()
     """Samples of judged sets that are all but copies of training or selection samples, in words."""
+    computed_otherwise: tuple[str, ...] = ()
+    """Selection and control set, where another engine, dtype or quantisation computed them than the
+    training set, in words."""
 
     @property
     def ties(self) -> str:
@@ -474,6 +477,8 @@ class Calibration(Value):
     ece: float | None = None
     """Expected calibration error (15 bins) on a set that it was not fitted on."""
     brier: float | None = None
+    numerics: Numerics | None = None
+    """What computed the scores it was fitted on; None: not known."""
 
     def probability(self, score: float) -> float:
         """Probability of the positive class for a score; of isotonic, flat outside its steps."""
@@ -561,6 +566,17 @@ class ProbeCard(ArtifactCard):
         own = None if threshold is None else threshold.numerics
         return self.capture.numerics if own is None and self.capture else own
 
+    def set_with(self, threshold: Threshold) -> str:
+        """What was different where a threshold was set than in training; empty: nothing known."""
+        trained, own = self.numerics_of(), self.numerics_of(threshold)
+        return " and ".join(trained.differences(own)) if trained and own else ""
+
+    @property
+    def computed_with(self) -> dict[str, Numerics | None]:
+        """What computed each set that made the probe, by its name."""
+        trained = {self.training.dataset if self.training else self.name: self.numerics_of()}
+        return trained | {t.control: self.numerics_of(t) for t in self.thresholds}
+
     @property
     def baselines(self) -> tuple[Baseline, ...]:
         """Those of all evaluations."""
@@ -569,7 +585,11 @@ class ProbeCard(ArtifactCard):
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a user has to know before the probe is trusted, each in a sentence."""
-        missed, beaten, rates = [], [], []
+        missed, beaten, rates, others = [], [], [], []
+        if self.training:
+            others += [*self.training.near_duplicates, *self.training.computed_otherwise]
+        if (c := self.calibration) and c.numerics:
+            others += c.numerics.unlike(self.computed_with, name=c.set)
         for e in self.evaluations:
             if text := e.misses(self.recall_floor):
                 missed.append(f"The probe {text}.")
@@ -582,7 +602,8 @@ class ProbeCard(ArtifactCard):
             rates += [f"A rate does not hold on {e.name}: {text}." for text in e.broken_rates]
             unknown = f"No rate is known for the lengths of the honest answers of {e.name}: "
             rates += [f"{unknown}{r.longer}." for r in e.rates if r.longer and not r.broken]
-        return (*missed, *beaten, *rates)
+            others += e.computed_otherwise
+        return (*missed, *beaten, *rates, *dict.fromkeys(others))
 
     @field_validator("positions", mode="before")
     @classmethod

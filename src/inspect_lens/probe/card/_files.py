@@ -45,10 +45,8 @@ def render_card(card: ProbeCard, *, sha256: str) -> str:
         parts += ["## Calibration", fitted + error]
     if card.sweep:
         parts += ["## Layer sweep (selection set)", _CHOSEN, _sweep(card)]
-    copies = card.training.near_duplicates if card.training else ()
-    return card.render(
-        _facts(card), parts, digest=("probe sha256", sha256), warnings=(*card.warnings, *copies)
-    )
+    digest = ("probe sha256", sha256)
+    return card.render(_facts(card), parts, digest=digest, warnings=card.warnings)
 
 
 _CHOSEN: Final = (
@@ -116,12 +114,10 @@ def _threshold(t: Threshold, card: ProbeCard) -> str:
         f"{t.n_above} of {t.n_control} {t.unit} of `{t.control}`{left_out} lie above it "
         f"({with_interval(t.n_above / t.n_control, t.interval)}, {t.interval.method})"
     )
-    usual, own = card.numerics_of(), card.numerics_of(t)
-    differs = " and ".join(usual.differences(own) if usual and own else ())
     return (
         f"- **{t.value:.6g}** for {t.holds_for}, at a false positive rate of {t.fpr:g}: {counted}."
         + (f" There are {t.few_groups}." if t.few_groups else "")
-        + (f" It was set with {differs}." if differs else "")
+        + (f" It was set with {differs}." if (differs := card.set_with(t)) else "")
         + f" {t.guarantee}"
     )
 

@@ -356,6 +356,9 @@ class Evaluation(Value):
     control_shift: ControlShift | None = None
     baselines: tuple[Baseline, ...] = ()
     """What simpler things do on the same samples."""
+    computed_otherwise: tuple[str, ...] = ()
+    """How engine, dtype and quantisation differ from those of the sets that it is judged with, in
+    words."""
 
     @property
     def best_baseline(self) -> Baseline | None:

@@ -16,7 +16,11 @@ from sklearn.preprocessing import StandardScaler
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ModelRef, Probe
 from inspect_lens.train.sets._dataset import ActivationSet
-from inspect_lens.train.sets._splits import require_other_samples, require_same_origin
+from inspect_lens.train.sets._splits import (
+    require_other_samples,
+    require_same_origin,
+    warn_otherwise,
+)
 
 from ._thresholds import calibrate_thresholds
 
@@ -92,7 +96,8 @@ def transfer_probe(
             probe has several layers, or control samples are of another model or among the pairs.
 
     Warns:
-        UserWarning: `r2` is below 0.5.
+        UserWarning: `r2` is below 0.5, or another engine, dtype or quantisation computed `control`
+            than `target`.
 
     Source:
         Affine maps between the streams of language models: arXiv:2503.04429, arXiv:2506.06609.
@@ -171,6 +176,7 @@ def transfer_probe(
     )
     if control is not None:
         require_same_origin(target, control)
+        warn_otherwise(control, target)
         harmless = control.negatives()
         require_other_samples(target, harmless)
         thresholds = calibrate_thresholds(carried, control, fpr, allow_few=allow_few)

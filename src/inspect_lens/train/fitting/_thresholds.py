@@ -249,6 +249,7 @@ def calibrate(
     method: str = "platt",
     name: str = "",
     check: tuple[ArrayLike, ArrayLike] | None = None,
+    numerics: Numerics | None = None,
     allow_few: bool = False,
 ) -> Calibration:
     """Fit a map from scores to probabilities, for a card; `check` measures its error.
@@ -263,6 +264,8 @@ def calibrate(
         method: `platt`, `temperature` or `isotonic`.
         name: of the set.
         check: scores and labels of another set, to measure the calibration error on.
+        numerics: what computed the set, such as its `capture.numerics`; the card compares it with
+            the other sets of the probe.
         allow_few: accept fewer samples for `isotonic`.
 
     Raises:
@@ -300,7 +303,8 @@ def calibrate(
             "numbers; leave those samples out"
         )
     made = Calibration.model_validate(
-        {"method": method, "set": name, "n": s.size} | _fitted(s, y, method, allow_few)
+        {"method": method, "set": name, "n": s.size, "numerics": numerics}
+        | _fitted(s, y, method, allow_few)
     )
     if check is None:
         return made

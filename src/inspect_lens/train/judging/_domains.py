@@ -30,6 +30,7 @@ from inspect_lens.train.families._binary import BinaryEstimator
 from inspect_lens.train.families._logistic import as_family
 from inspect_lens.train.fitting._fit import fit_on
 from inspect_lens.train.sets._dataset import ActivationSet
+from inspect_lens.train.sets._splits import warn_otherwise
 
 __all__ = [
     "CascadePoint",
@@ -209,6 +210,9 @@ def style_shift(
         SpecError: ids or labels disagree, a class has fewer than two samples, or the margin is
             none.
 
+    Warns:
+        UserWarning: the sets were computed with different engines, dtypes or quantisations.
+
     Example:
         ```python
         import numpy as np
@@ -234,6 +238,7 @@ def style_shift(
             f"{restyled.name}: ids or labels are not those of {original.name!r}; allowed is the "
             "same sample in each place; restyle every sample, and keep its id"
         )
+    warn_otherwise(restyled, original)
     before, after = original.scores(probe), restyled.scores(probe)
     negative = ~original.labels
     spread = float(before[negative].std()) or 1.0

@@ -37,7 +37,13 @@ from inspect_lens.probe import (
 )
 from inspect_lens.train.fitting._thresholds import fit_threshold
 from inspect_lens.train.sets._dataset import ActivationSet
-from inspect_lens.train.sets._splits import behaviour_share, count_seen, labels_from, refuse_seen
+from inspect_lens.train.sets._splits import (
+    behaviour_share,
+    count_seen,
+    labels_from,
+    refuse_seen,
+    warn_otherwise,
+)
 
 __all__ = [
     "bag_of_words_scores",
@@ -366,6 +372,10 @@ def evaluate_probe(
     Raises:
         SpecError: layers or width do not fit, or samples took part in making the probe.
 
+    Warns:
+        UserWarning: the set was computed with another engine, dtype or quantisation than those that
+            made the probe, or than `control` or `train`.
+
     Example:
         ```python
         from inspect_lens.train import ActivationSet, LDAProbe, evaluate_probe, train_probe
@@ -417,6 +427,9 @@ def evaluate_probe(
         n_seen=count_seen(probe, data),
         label_source=labels_from(data),
         behaviour=behaviour_share(data),
+        computed_otherwise=warn_otherwise(
+            data, *filter(None, (train, control)), made=probe.card.computed_with
+        ),
         **facts,
     )
 

@@ -39,6 +39,7 @@ from inspect_lens.train.sets._splits import (
     require_other_samples,
     require_same_origin,
     split_by_group,
+    warn_otherwise,
 )
 
 __all__ = ["CrossValidated", "FoldScore", "LayerChoice", "cross_validate_probe", "select_layer"]
@@ -59,6 +60,8 @@ class LayerChoice(NamedTuple):
     """What it was chosen by; None where nothing was, as of an ensemble."""
     tied: tuple[int, ...] = ()
     """Other layers that the selection set does not show to be worse than the best."""
+    computed_otherwise: tuple[str, ...] = ()
+    """As `TrainingFacts` has it."""
 
 
 def select_layer(
@@ -115,6 +118,9 @@ def select_layer(
             different models or positions, a class is missing, there is no layer to try, no control
             set for `recall`, or several pools for a family that learns its own.
 
+    Warns:
+        UserWarning: the sets were computed with different engines, dtypes or quantisations.
+
     Example:
         ```python
         from inspect_lens.probe import ProbeCard
@@ -139,6 +145,8 @@ def select_layer(
         for data in (train, selection):  # groups may be shared, by a key that keeps them apart
             require_same_origin(data, control)
             require_other_samples(data, control)
+    otherwise = warn_otherwise(selection, train)
+    otherwise += warn_otherwise(control, train, selection) if control else ()
     for data in (train, selection):
         if 0 in (data.n_positive, data.n_negative):
             raise SpecError(
@@ -173,11 +181,14 @@ def select_layer(
         read = tried if layers is not None else tuple(tried[i] for i in layers_at(len(tried)))
         joint = clone(estimator).set_params(n_layers=len(read))
         whole = fit_on(joint, train, read, rows=rows)
-        return LayerChoice(whole.to_probe(card.model_copy(update={"layers": read})), sweep)
+        return LayerChoice(
+            whole.to_probe(card.model_copy(update={"layers": read})), sweep,
+            computed_otherwise=otherwise,
+        )  # fmt: skip
     near = _as_good(fitted, selection, by)
     best = max(near, key=lambda tried: (tried.score.separation, -tried.score.layer))
     tied = sorted({tried.score.layer for tried in near} - {best.score.layer})
-    return LayerChoice(best.probe, sweep, by, tuple(tied))
+    return LayerChoice(best.probe, sweep, by, tuple(tied), otherwise)
 
 
 class _Tried(NamedTuple):

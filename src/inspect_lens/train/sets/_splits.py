@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
@@ -22,6 +23,7 @@ from inspect_lens.probe import (
     find_label_source,
     required_negatives,
 )
+from inspect_lens.spec import Numerics
 from inspect_lens.vector import Vector
 
 from ._dataset import ActivationSet
@@ -117,6 +119,17 @@ def require_same_origin(one: ActivationSet, other: ActivationSet) -> None:
             f"{other.name}: tokens at positions {other.positions!r}; allowed are those of "
             f"{one.name!r}, {one.positions!r}; collect all sets at the same positions"
         )
+
+
+def warn_otherwise(
+    data: ActivationSet, *sets: ActivationSet, made: Mapping[str, Numerics | None] | None = None
+) -> tuple[str, ...]:
+    """Warn where another engine, dtype or quantisation computed a set than others, and say it."""
+    others = {**(made or {}), **{other.name: other.capture for other in sets}}
+    said = data.capture.unlike(others, name=data.name) if data.capture else ()
+    for text in said:
+        warnings.warn(text, UserWarning, stacklevel=3)
+    return said
 
 
 def require_disjoint(one: ActivationSet, other: ActivationSet, *, key: str = "group") -> None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.train._lenses import hooked
 from inspect_lens.train.sets._dataset import ActivationSet
+from inspect_lens.train.sets._splits import require_same_origin, warn_otherwise
 
 __all__ = [
     "RefusalCandidate",
@@ -80,7 +81,10 @@ def refusal_candidates(
             instruction.
 
     Raises:
-        SpecError: the sets' layers differ, or a prompt has too few tokens.
+        SpecError: the sets' layers, models or positions differ, or a prompt has too few tokens.
+
+    Warns:
+        UserWarning: the sets were computed with different engines, dtypes or quantisations.
 
     Example:
         ```python
@@ -98,6 +102,8 @@ def refusal_candidates(
             f"harmful, harmless: layers {harmful.layers} and {harmless.layers}; allowed are the "
             "same layers of one model; collect both in one way"
         )
+    require_same_origin(harmless, harmful)
+    warn_otherwise(harmful, harmless)
     found = []
     for layer in harmful.layers:
         sides = [(data, data.sequences(layer)) for data in (harmful, harmless)]

@@ -21,7 +21,13 @@ from inspect_lens.train.families._direction import (
 from inspect_lens.train.families._logistic import LogisticProbe
 from inspect_lens.train.judging._select import separation
 from inspect_lens.train.sets._dataset import ActivationSet, numbered
-from inspect_lens.train.sets._splits import count_seen, list_seen, refuse_seen, require_apart
+from inspect_lens.train.sets._splits import (
+    count_seen,
+    list_seen,
+    refuse_seen,
+    require_apart,
+    warn_otherwise,
+)
 from inspect_lens.vector import Vector, VectorCard, VectorTraining
 
 __all__ = [
@@ -180,6 +186,7 @@ def extract_vector(
         )
     if selection is not None:
         require_apart(data, selection)
+        notes = (*one_or_several(notes), *warn_otherwise(selection, data))
     row = rows if rows is not None else (_CAA_ROW if method == "caa" else "tokens")
     kept = tuple(data.layers if layers is None else sorted(layers))
     units, lengths, norms, areas, gaps = [], [], [], [], []
@@ -226,7 +233,7 @@ def extract_vector(
         model=model
         or ModelRef(
             name=data.model or "unknown",
-            sha256=fingerprint_model(data.model) if data.model else None,
+            sha256=data.model_sha256 or (fingerprint_model(data.model) if data.model else None),
         ),
         training=VectorTraining(
             dataset=data.name,
