@@ -356,6 +356,8 @@ def parse_settings(
         key, equals, text = pair.partition("=")
         if not equals or not key:
             raise SpecError(f"{flag} {pair!r}: is no key=value; allowed is one such as {example}")
+        if key in made:
+            raise SpecError(f"{flag} {pair!r}: {key} was given before; allowed is one value for it")
         try:
             made[key] = json.loads(text)
         except ValueError:

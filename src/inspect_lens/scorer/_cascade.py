@@ -171,8 +171,9 @@ def _named(probes: Mapping[str, str | Path] | Sequence[str | Path]) -> dict[str,
     wrong = [value for value in named.values() if not isinstance(value, str | Path)]
     if wrong or ENSEMBLE in named or len(named) < len(listed):
         raise SpecError(
-            f"probes={sorted(named)}{f' with {wrong[0]!r}' if wrong else ''}; allowed are names or "
-            f"paths, each once, under keys other than {ENSEMBLE!r}; save a probe and pass its path"
+            f"probes={[*map(str, probes)]}{f' with {wrong[0]!r}' if wrong else ''}; allowed are "
+            f"names or paths, each once, under keys other than {ENSEMBLE!r}; save a probe and pass "
+            "its path"
         )
     return named
 

@@ -292,6 +292,13 @@ class LensRequest(RequestPart):
     def _one_or_several(cls, value: Any) -> Any:
         return listed(value)
 
+    @field_validator("configs")
+    @classmethod
+    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"{shown(list(value))}; name each once")
+        return value
+
     @field_validator("server")
     @classmethod
     def _server(cls, value: bool | None) -> bool | None:

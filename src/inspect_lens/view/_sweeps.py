@@ -208,7 +208,7 @@ def draw_transfer(probes: Mapping[str, AnyProbe] | Sequence[AnyProbe]) -> bytes:
         probes: each with a card that has evaluations; by name, or named by their cards.
 
     Raises:
-        SpecError: no card has an evaluation with both classes.
+        SpecError: no card has an evaluation with both classes, or two have one name.
 
     Example:
         ```python
@@ -219,7 +219,13 @@ def draw_transfer(probes: Mapping[str, AnyProbe] | Sequence[AnyProbe]) -> bytes:
         assert draw_transfer(probes)[1:4] == b"PNG"
         ```
     """
-    named = probes if isinstance(probes, Mapping) else {p.name: p for p in probes}
+    listed = probes if isinstance(probes, Mapping) else [(p.name, p) for p in probes]
+    named = dict(listed)
+    if len(named) < len(listed):
+        raise SpecError(
+            f"probes={[name for name, _ in listed]}: one name is there twice; allowed are names of "
+            "their own; pass a dict"
+        )
     found: dict[str, dict[str, Evaluation]] = {
         name: {e.name: e for e in probe.card.evaluations if e.auroc is not None}
         for name, probe in named.items()

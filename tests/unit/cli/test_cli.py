@@ -308,6 +308,7 @@ def test_a_recipe_is_judged_before_anything_is_collected(
 
 _LENS = ("lens", "fit", "--model", "m", "--texts", "no", "--held-out", "no", "--out", "o", "--kind")
 _EXPORT = ("vector", "export", "organism/truth-resid", "v", "--format")
+_TRAIN = ("probe", "train", "--train", "s", "--control", "s", "--out", "p")
 _CALIBRATE = ("probe", "calibrate", "organism/deception-lr", "--out", "p")
 
 
@@ -322,6 +323,7 @@ _CALIBRATE = ("probe", "calibrate", "organism/deception-lr", "--out", "p")
         ((*_CALIBRATE, "--labelled", "s", "--for", "alarm"), "--for: read with --control only"),
         ((*_CALIBRATE, "--control", "s", "--method", "platt"), "--method: read with --labelled"),
         (("probe", "sweep", "--train", "s", "--fpr", 0.1), "--fpr: read with --control only"),
+        ((*_TRAIN, "--setting", "C=1", "--setting", "C=2"), "'C=2': C was given before"),
     ],
 )
 def test_an_option_that_nothing_would_read_is_refused(

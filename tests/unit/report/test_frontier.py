@@ -82,6 +82,8 @@ def test_a_matrix_shows_each_probe_on_each_set(drawn: list[Figure]) -> None:
     bare = replace(probes[0], card=probes[0].card.model_copy(update={"evaluations": ()}))
     with pytest.raises(SpecError, match="no card has an evaluation"):
         draw_transfer([bare])
+    with pytest.raises(SpecError, match=r"\['m/a', 'm/a'\]: one name is there twice"):
+        draw_transfer([probes[0], card("m/a", {"y": 0.9}, True)])
 
 
 def test_the_shipped_probes_make_one() -> None:

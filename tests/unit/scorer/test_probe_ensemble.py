@@ -113,6 +113,7 @@ def test_token_scores_of_each_probe_and_the_same_scores_from_the_log(tmp_path: P
         ({"probes": []}, "at least one"),
         ({"probes": "one/name"}, "use probe_score"),
         ({"probes": {"ensemble": "x"}}, "other than 'ensemble'"),
+        ({"probes": ["a", "b", "a"]}, r"probes=\['a', 'b', 'a'\]; allowed are .* each once"),
         ({"probes": {"a": 3}}, "save a probe and pass its path"),
         ({"combine": "max"}, "allowed are mean, stacked, vote"),
         ({"combine": "stacked"}, "one weight per probe"),

@@ -330,6 +330,7 @@ def test_values_are_judged_alike_in_python_and_in_a_request(
     [
         ({"probes": 3}, "probes=3; allowed is a list"),
         ({"configs": 3}, "configs=3; allowed is a list"),
+        ({"configs": ["a", "b", "a"]}, "configs: ['a', 'b', 'a']; name each once"),
         ({"probes": [3]}, "probes[0]=3; allowed is an object"),
         ({"probes": ["a", {"name": "b", "tokens": 3}]}, "probes[1].tokens=3; allowed are true"),
     ],

@@ -433,17 +433,23 @@ def compose(
             TierReceipt(tier="server", sha256=registry.sha256_of(server), edits=len(edits))
         )
     uses: dict[str, ProbeUse] = {}
+    own_uses = {use.name: use for use in request.probes}
     for name in dict.fromkeys(request.configs):
         config = registry.config(name)
         found = registry.edits_of(config, f"configs: {name!r}: ")
         edits += found
-        uses |= {use.name: use for use in config.probes}
+        for use in config.probes:
+            if uses.setdefault(use.name, use) != use and use.name not in own_uses:
+                raise SpecError(
+                    f"configs: {name!r} has other options for probe {use.name!r} than one before "
+                    "it; allowed are equal ones; name the probe in probes, with those that count"
+                )
         receipts.append(
             TierReceipt(
                 tier="named", name=name, sha256=registry.sha256_of(config), edits=len(found)
             )
         )
-    uses |= {use.name: use for use in request.probes}
+    uses |= own_uses
     own = registry.edits_of(request)
     changes = {
         "edits": (*edits, *own),

@@ -260,15 +260,16 @@ class FunctionReceiver:
 
 
 def find_function(name: str) -> Function:
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found:
+    points = entry_points(group=GROUP)
+    found = {point.value: point for point in points if point.name == name}
+    if len(found) != 1:
         raise SpecError(
-            f"INSPECT_LENS_SINKS: callback={name!r} is no entry point of {GROUP!r}; installed are "
-            f"{', '.join(sorted(found)) or 'none'}; install the package that has it beside the "
-            "server"
+            f"INSPECT_LENS_SINKS: callback={name!r} is {' and '.join(found) or 'no entry point'} "
+            f"of {GROUP!r}; installed are {', '.join(sorted(points.names)) or 'none'}; install one "
+            "package that has it beside the server"
         )
     try:
-        function: Any = found[name].load()
+        function: Any = found.popitem()[1].load()
     except Exception as error:
         raise at_start(
             f"INSPECT_LENS_SINKS: callback={name!r} cannot be loaded", f"{name}: {error}"

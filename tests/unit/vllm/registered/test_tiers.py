@@ -106,6 +106,18 @@ def test_a_request_says_how_its_configurations_probe_is_read_and_not_the_servers
     assert len(reads.uses) == 2
 
 
+def test_two_configurations_do_not_read_one_probe_in_two_ways(front: FrontEnd) -> None:
+    for name, aggregate in (("same", None), ("other", "max")):
+        use = {"name": "p", "aggregate": aggregate}
+        front.register(name, EngineConfig(edits=[add(1)], probes=[use]))
+    composed, _ = compose(front.registry, LensRequest(configs=["a", "same"]))
+    assert len(composed.probes) == 1
+    with pytest.raises(SpecError, match=r"configs: 'other' has other options for probe 'p'"):
+        compose(front.registry, LensRequest(configs=["a", "other"]))
+    asked = LensRequest(configs=["a", "other"], probes=[{"name": "p", "aggregate": "mean"}])
+    assert [use.aggregate for use in compose(front.registry, asked)[0].probes] == ["mean"]
+
+
 def test_blocks_of_the_prefix_cache_differ_where_it_acts_and_are_those_of_the_same_edits(
     front: FrontEnd,
 ) -> None:

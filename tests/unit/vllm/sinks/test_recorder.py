@@ -289,20 +289,24 @@ def test_a_broken_store_fails_its_results_and_is_logged_once(
 def test_functions_are_found_by_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "mine-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text(
-        "[inspect_lens.sinks]\nlengths = json:dumps\nlost = json:nothing\nnumber = math:pi\n"
-    )
+    for name, points in (
+        ("mine", "lengths = json:dumps\nlost = json:nothing\nnumber = math:pi\ntwo = math:sin"),
+        ("theirs", "lengths = json:dumps\ntwo = math:cos"),
+    ):
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[inspect_lens.sinks]\n{points}\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert find_function("lengths") is json.dumps
     for name, why in (("lost", "cannot be loaded"), ("number", "is no function")):
         with pytest.raises(SpecError, match=why) as found:
             find_function(name)
         assert "/" not in str(found.value), "clients hear of no file of the server"
-    with pytest.raises(SpecError, match="installed are lengths, lost, number"):
+    with pytest.raises(SpecError, match="installed are lengths, lost, number, two;"):
         find_function("other")
+    with pytest.raises(SpecError, match="callback='two' is math:sin and math:cos of"):
+        find_function("two")
 
 
 def test_whoever_reads_meanwhile_sees_whole_shards() -> None:
