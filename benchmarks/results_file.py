@@ -33,6 +33,8 @@ class Results:
     skipped: dict[Key, str] = field(default_factory=dict)
     cpu_s: dict[Key, list[dict[str, float]]] = field(default_factory=dict)
     """Processor time of each process in each run, by its name."""
+    phases: dict[Key, list[dict[str, float]]] = field(default_factory=dict)
+    """Of servers: seconds of each run at which answers came, and what vLLM measured of each."""
 
     def add(self, key: Key, run: dict[str, Any]) -> None:
         """Take one timed run."""
@@ -40,6 +42,7 @@ class Results:
         self.tokens[key] = int(run["tokens"])
         self.preemptions[key] = self.preemptions.get(key, 0) + int(run["preemptions"])
         self.cpu_s.setdefault(key, []).append(run["cpu_s"])
+        self.phases.setdefault(key, []).append(run.get("phases", {}))
 
     def median(self, key: Key) -> float | None:
         """Median seconds; None where nothing was measured."""
@@ -66,6 +69,7 @@ class Results:
                     "ratio_to_vllm_lens": self._ratio(key, "vllm-lens"),
                     "preemptions": self.preemptions[key],
                     "cpu_s": medians(self.cpu_s[key]),
+                    **({"phases": phases} if (phases := medians(self.phases[key])) else {}),
                 }
             )
         return {

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import urllib3
 from pydantic_core import from_json
 
 from inspect_lens.client import fetch_here
 from inspect_lens.spec import Add, SteeringVector, to_wire_args
-from tests.kit.api_server import api_server, preemptions
+from tests.kit.api_server import api_server, preemptions, total
 from tests.kit.process_tree import cpu_clock, usage
 from tests.kit.tiny_models import write_words
 
@@ -44,6 +45,12 @@ BYTES = "bytes that were fetched"
 """Key beside a response's own."""
 ROWS, EVENT_BYTES, SCORES = "rows of events", "bytes that events tell of", "scores of events"
 """Likewise; scores are how many came of each probe."""
+
+
+_FIRST, _LAST = "first answer began", "last answer ended"
+_CPU = "API server's CPU until the first answer"
+_SUMS = ("queue", "prefill", "decode", "inference")
+"""What vLLM measures of each request."""
 
 
 class Served:
@@ -91,11 +98,13 @@ class Served:
             for (prompt, sampled), request in zip(drawn, asked, strict=True)
         ]
         self._post("/reset_prefix_cache", None)
-        before = self._preemptions()
+        before = self._metrics()
         used = cpu_clock({os.getpid(): "client", self._pid: "API server"})
         over_tcp = ARMS[arm].over_tcp or self._is_peer
-        seconds, answers = asyncio.run(ask_all(self._url, bodies, limit_s, over_tcp=over_tcp))
-        cpu_s = used()
+        seconds, phases, answers = asyncio.run(
+            ask_all(self._url, bodies, limit_s, over_tcp=over_tcp, pid=self._pid)
+        )
+        cpu_s, after = used(), self._metrics()
         for answer, request, (prompt, sampled) in zip(answers, asked, drawn, strict=True):
             inline = request and request.get("activations_transport") == "inline"
             has_frame = not self._is_peer and not inline and "activations" in answer
@@ -105,9 +114,11 @@ class Served:
         return {
             "seconds": seconds,
             "tokens": sum(sampled for _, sampled in drawn),
-            "preemptions": self._preemptions() - before,
+            "preemptions": preemptions(after) - preemptions(before),
             "shared_bytes": usage(os.getpid()).shared_bytes,
             "cpu_s": cpu_s,
+            "phases": phases
+            | {f"{name}, of each": _grown(name, before, after) / len(drawn) for name in _SUMS},
         }
 
     def _post(self, path: str, content: Any) -> None:
@@ -117,13 +128,18 @@ class Served:
         with urllib.request.urlopen(asked, timeout=60) as answer:
             answer.read()
 
-    def _preemptions(self) -> int:
+    def _metrics(self) -> str:
         with urllib.request.urlopen(f"{self._url}/metrics", timeout=60) as answer:
-            return preemptions(answer.read().decode())
+            return str(answer.read().decode())
 
     def close(self) -> None:
         """End the server."""
         self._stack.close()
+
+
+def _grown(name: str, before: str, after: str) -> float:
+    sums = [total(metrics, f"request_{name}_time_seconds_sum") for metrics in (before, after)]
+    return sums[1] - sums[0]
 
 
 def body(
@@ -162,8 +178,8 @@ def _steering(vector: Vector) -> Add:
 
 
 async def ask_all(
-    url: str, bodies: Sequence[bytes], limit_s: float, *, over_tcp: bool
-) -> tuple[float, list[dict[str, Any]]]:
+    url: str, bodies: Sequence[bytes], limit_s: float, *, over_tcp: bool, pid: int
+) -> tuple[float, dict[str, float], list[dict[str, Any]]]:
     """Ask for all completions at once.
 
     Args:
@@ -171,9 +187,11 @@ async def ask_all(
         bodies: as JSON.
         limit_s: seconds after which to give up.
         over_tcp: whether to fetch by HTTP, as from another host.
+        pid: of the server.
 
     Returns:
-        Seconds, and the responses; under `BYTES` how much their handles stood for.
+        Seconds; when answers came, and how long the server was busy before; and the responses,
+        under `BYTES` how much their handles stood for.
 
     Raises:
         RuntimeError: the server refused one.
@@ -181,6 +199,12 @@ async def ask_all(
     headers = {"Content-Type": "application/json"}
     loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(_THREADS)
     pool = urllib3.PoolManager(maxsize=_THREADS)
+    phases: dict[str, float] = {}
+
+    def busy() -> float:
+        times = psutil.Process(pid).cpu_times()
+        return times.user + times.system
+
     async with aiohttp.ClientSession(
         base_url=url,
         connector=aiohttp.TCPConnector(limit=0),
@@ -190,6 +214,9 @@ async def ask_all(
         async def ask(content: bytes) -> tuple[bytes, int]:
             fetched: list[asyncio.Future[Any]] = []
             async with session.post("/v1/completions", data=content, headers=headers) as response:
+                if _FIRST not in phases:
+                    phases[_FIRST] = time.perf_counter() - started
+                    phases[_CPU] = busy() - was_busy
                 text = bytearray()
                 # Of answers and events no more is read before the clock stops than their handles.
                 async for some in response.content.iter_any():
@@ -202,6 +229,7 @@ async def ask_all(
                             fetched.append(loop.run_in_executor(threads, fetch, handle))
                 if response.status != 200:
                     raise RuntimeError(f"HTTP {response.status}: {bytes(text[:1000])!r}")
+            phases[_LAST] = time.perf_counter() - started
             return bytes(text), sum(map(len, await asyncio.gather(*fetched)))
 
         def fetch_by_http(handle: str) -> Any:
@@ -211,10 +239,10 @@ async def ask_all(
             return response.data
 
         fetch = fetch_by_http if over_tcp else fetch_here
-        started = time.perf_counter()
+        was_busy, started = busy(), time.perf_counter()
         answers = await asyncio.gather(*map(ask, bodies))
         seconds = time.perf_counter() - started
-        return seconds, [joined(text) | {BYTES: n} for text, n in answers]
+        return seconds, phases, [joined(text) | {BYTES: n} for text, n in answers]
 
 
 def joined(text: bytes) -> dict[str, Any]:

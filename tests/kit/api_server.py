@@ -20,7 +20,7 @@ import psutil
 from .child import ROOT, ChildError, ends_with_this
 from .preloaded import is_possible, run_forked
 
-__all__ = ["ApiServer", "api_server", "flags", "preemptions"]
+__all__ = ["ApiServer", "api_server", "flags", "preemptions", "total"]
 
 START_S = 570.0
 STOP_S = 30.0
@@ -115,8 +115,18 @@ def preemptions(metrics: str) -> int:
     Args:
         metrics: text of its route `/metrics`.
     """
-    found = re.findall(r"^vllm:num_preemptions_total\{[^}]*\} (\S+)$", metrics, re.MULTILINE)
-    return int(sum(float(value) for value in found))
+    return int(total(metrics, "num_preemptions_total"))
+
+
+def total(metrics: str, name: str) -> float:
+    """One of vLLM's metrics, added up over all engines of a server.
+
+    Args:
+        metrics: text of its route `/metrics`.
+        name: without the prefix `vllm:`.
+    """
+    found = re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", metrics, re.MULTILINE)
+    return sum(float(value) for value in found)
 
 
 def _wait_until_ready(process: psutil.Process, url: str, log: Path) -> None:

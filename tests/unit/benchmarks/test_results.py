@@ -55,6 +55,8 @@ def test_ratios_are_of_medians_and_the_file_has_the_agreed_keys(tmp_path: Path) 
     ]
     assert runs["idle"]["cpu_s"] == {"API server": 1.05, "client": 3.0}
     assert runs["default"]["cpu_s"] == {"API server": 1.0, "client": 0.0}
+    results.add(("m", "1", "idle"), run | {"phases": {"decode": 2.0}})
+    assert results.to_json()["runs"][-1]["phases"] == {"decode": 2.0}
     assert "1.050" in results.table()
 
 

@@ -94,7 +94,10 @@ class Answers(BaseHTTPRequestHandler):
         """Answer."""
         self.server.paths.append(self.path)
         if self.path == "/metrics":
-            self._answer(200, b'vllm:num_preemptions_total{engine="0",model_name="model"} 3.0\n')
+            told = 'vllm:num_preemptions_total{engine="0",model_name="model"} 3.0\n'
+            seconds = 3 * self.server.paths.count("/metrics")
+            decode = f'vllm:request_decode_time_seconds_sum{{engine="0"}} {seconds}\n'
+            self._answer(200, (told + decode).encode())
         else:
             self._answer(200, b"\0" * int(self.path.rpartition("/h")[2]))
 
@@ -154,6 +157,11 @@ def test_an_arm_is_asked_for_at_once_fetched_and_checked(
     run = made.run(arm, "smoke", 0, 20.0)
     assert run["tokens"] == 6 * 8
     assert run["preemptions"] == 0
+    phases = run["phases"]
+    assert 0 < phases["first answer began"] <= phases["last answer ended"] <= run["seconds"]
+    assert phases["API server's CPU until the first answer"] >= 0
+    # Each time that it is asked, the server has been at it for three seconds more.
+    assert phases["decode, of each"] == pytest.approx(3.0 / 6)
     assert set(run["cpu_s"]) <= {"API server"}  # which is this process, too
     assert fake.most_at_once == N_AT_ONCE
     assert fake.paths.index("/reset_prefix_cache") < fake.paths.index("/v1/completions")
