@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from control_arena import ControlTaskMetadata, EvalMode, control_agent
-from control_arena.eval import ControlEvalConfig, get_control_task
+from control_arena.eval import ControlEvalConfig, get_control_task, run_monitor_for_sample
 from control_arena.micro_protocol import defer_to_trusted_builder
 from control_arena.settings import Setting
 from inspect_ai import eval
@@ -16,6 +17,7 @@ from inspect_ai.agent import Agent, AgentState
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog, EvalSample, read_eval_log
 from inspect_ai.model import (
+    ChatMessageAssistant,
     ChatMessageSystem,
     ChatMessageUser,
     GenerateConfig,
@@ -30,7 +32,9 @@ from pydantic import Field
 from inspect_lens.agents.control import probe_monitor_builder
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config, read_activations
+from inspect_lens.model._handle import MEMORY, MESSAGES
 from inspect_lens.probe import load_probe
+from inspect_lens.reading import read_turns
 from tests.kit.lying import HONEST, LYING, PROBE, organism, questions
 from tests.kit.rescored import command_of, rescore
 from tests.kit.scripted import calls, scripted
@@ -159,6 +163,32 @@ def test_the_activations_survive_the_protocol(lens_server_url: str, tmp_path: Pa
     assert (scored.scores or {})["monitor_alarm"].as_float() == pytest.approx(
         facts["suspicion_score"]
     )
+
+
+def test_monitors_are_compared_on_a_finished_log(lens_server_url: str, tmp_path: Path) -> None:
+    """What ControlArena does to choose one: it has messages, and neither a transcript nor roles."""
+    log = run(
+        probe_monitor_builder(probe=PROBE), lens_server_url, tmp_path / "logs", instruction=LYING
+    )
+    _, live = decided(log)
+    (untrusted,) = [m for m in read_turns((log.samples or [])[0].events) if m.role == "untrusted"]
+    # The answer that was replaced is what a monitor is judged on.
+    finished = read_eval_log(log.location)
+    (sample,) = finished.samples or []
+    sample.messages = [ChatMessageAssistant.model_validate(live["untrusted_response"])]
+    assert sample.messages[0].id == untrusted.message_id
+    MEMORY.clear()
+    MESSAGES.clear()
+    audited, other = (
+        probe_monitor_builder(probe=PROBE, threshold="fpr=0.01", roles=["untrusted"]),
+        probe_monitor_builder(probe=PROBE, roles=["trusted"], default_suspicion_score=0.125),
+    )
+    again = anyio.run(run_monitor_for_sample, audited, sample)
+    found = again.messages[0].metadata or {}
+    assert found["suspicion_score"] == pytest.approx(live["suspicion_score"])
+    assert "captured" in found["reason"]
+    skipped = anyio.run(run_monitor_for_sample, other, sample)
+    assert (skipped.messages[0].metadata or {})["suspicion_score"] == 0.125
 
 
 def test_a_message_without_activations(lens_server_url: str, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from inspect_ai._util.registry import (
 )
 from inspect_ai.approval import Approver
 from inspect_ai.approval._apply import _tool_approver
+from inspect_ai.log import EvalLog, EvalSample
 from inspect_ai.log._recorders.eval import EvalRecorder
 from inspect_ai.log._recorders.json import JSONRecorder
 from inspect_ai.log._samples import sample_active
@@ -375,17 +376,19 @@ def active_approver() -> Approver | None:
     return _tool_approver.get(None)
 
 
-def when_log_is_read(told: Callable[[str], None]) -> None:
-    """Call a function with the address of every log that Inspect reads in this process.
+def when_log_is_read(told: Callable[[str, EvalLog | EvalSample], None]) -> None:
+    """Call a function with the address of every log that Inspect reads, and what it read of it.
 
-    A scorer, a column and `sample.output` are given a sample and not the address of its log.
+    A scorer, a column and `sample.output` are given a sample and not the address of its log, and
+    a monitor that runs over a log is given messages alone.
     """
 
     def telling(read: Callable[..., Any]) -> Any:
         @functools.wraps(read)
         async def tell(cls: Any, location: str, *args: Any, **options: Any) -> Any:
-            told(location)
-            return await read(cls, location, *args, **options)
+            found = await read(cls, location, *args, **options)
+            told(location, found)
+            return found
 
         return classmethod(tell)
 

@@ -24,7 +24,7 @@ from inspect_lens._intake import absolute, has_file, join, parent, read_file, st
 from inspect_lens._settings import Settings, text
 from inspect_lens.errors import ArtifactError, LensError
 
-from ._host import active_call, when_log_is_read
+from ._host import active_call
 
 __all__ = ["know_log"]
 
@@ -132,9 +132,6 @@ def know_log(location: str, *, follow: str | Sequence[str] = ()) -> None:
     """
     know_root(parent(absolute(location)))
     _followed.update(one_or_several(follow))
-
-
-when_log_is_read(know_log)
 
 
 def may_follow(address: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import Receipt, read_as
 
 from ._handle import MEMORY, MESSAGES, Activations
+from ._host import when_log_is_read
 from ._places import (
     MessageIndex,
     Place,
@@ -87,6 +89,55 @@ def given_output(event: Event) -> ModelOutput | None:
     return output
 
 
+class _ReadLogs:
+    """Logs that Inspect has read in this process, as long as somebody holds them."""
+
+    def __init__(self) -> None:
+        self._logs: dict[int, weakref.ref[EvalLog]] = {}
+        self._events: dict[int, dict[str | None, list[Event]]] = {}
+        """Of logs that were asked for a message, by the id of the message."""
+
+    def add(self, location: str, found: EvalLog | EvalSample) -> None:
+        know_log(location)
+        if isinstance(found, EvalLog):
+            key = id(found)
+            self._logs[key] = weakref.ref(found, lambda _: self._forget(key))
+
+    def _forget(self, key: int) -> None:
+        self._logs.pop(key, None)
+        self._events.pop(key, None)
+
+    def events(self, message_id: str) -> list[Event]:
+        """Calls that wrote a message, of the log that was read last."""
+        for key, log in reversed([*self._logs.items()]):
+            if key not in self._events and (found := log()) is not None:
+                by_id = self._events[key] = {}
+                for event in (event for sample in found.samples or () for event in sample.events):
+                    for written in message_ids(event):
+                        by_id.setdefault(written, []).append(event)
+            if events := self._events.get(key, {}).get(message_id):
+                return events
+        return []
+
+
+_READ_LOGS = _ReadLogs()
+when_log_is_read(_READ_LOGS.add)
+
+
+def message_ids(event: Event) -> list[str | None]:
+    """Ids of the messages that a call wrote, in the order of its choices."""
+    if isinstance(event, ModelEvent):
+        return [choice.message.id for choice in event.output.choices]
+    facts = event.data if isinstance(event, InfoEvent) and event.source == _SOURCE else None
+    return [str(facts["message_id"])] if isinstance(facts, dict) else []
+
+
+def events_of(message_id: str) -> list[Event]:
+    """The calls that wrote a message: of the sample that runs or is scored, or of a log."""
+    here = [event for event in transcript().events if message_id in message_ids(event)]
+    return here or _READ_LOGS.events(message_id)
+
+
 H = TypeVar("H", Activations, ProbeScores)
 
 
@@ -124,7 +175,8 @@ class _Kind(Generic[H]):
         if (handle := self.known.get(message_id)) is not None:
             return handle
         # A fresh process that scores a log has its events, and no memory of the calls.
-        return next((h for id_, h in self.calls(transcript().events) if id_ == message_id), None)
+        found = self.calls(events_of(message_id))
+        return next((handle for id_, handle in found if id_ == message_id), None)
 
     def calls(self, events: Iterable[Any]) -> Iterator[tuple[str | None, H]]:
         """Each choice of a call that has a handle, by the id of its message."""
@@ -187,7 +239,8 @@ def activations(
 def activations_for(message: ChatMessage | str) -> Activations | None:
     """Get the activations of the call that produced a message.
 
-    Works where only messages are at hand: agents, monitors, and scorers of a reloaded log.
+    Works where only messages are at hand: agents, monitors, and scorers of a reloaded log. Of a
+    log that `read_eval_log` has read it knows the messages as long as you hold the log.
 
     Args:
         message: assistant message, or its id.

@@ -28,7 +28,7 @@ from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError
 from inspect_lens.model import activations, probe_scores
-from inspect_lens.model._read import given_output
+from inspect_lens.model._read import events_of, given_output, message_ids
 from inspect_lens.model._scope import is_instrument_call
 from inspect_lens.probe import (
     SENTENCE_POOL,
@@ -364,17 +364,9 @@ def require_roles(
 
 
 def find_event(message_id: str | None) -> ModelEvent | None:
-    """The call that wrote a message, in the transcript of this task; None where none is known."""
-    if message_id is None:
-        return None
-    for event in reversed(transcript().events):
-        if isinstance(event, ModelEvent) and message_id in _message_ids(event):
-            return event
-    return None
-
-
-def _message_ids(event: ModelEvent) -> list[str | None]:
-    return [choice.message.id for choice in event.output.choices]
+    """The latest call that wrote a message; None where none is known."""
+    found = [] if message_id is None else events_of(message_id)
+    return next((event for event in reversed(found) if isinstance(event, ModelEvent)), None)
 
 
 def find_turn(message_id: str | None) -> Turn | None:
@@ -382,7 +374,7 @@ def find_turn(message_id: str | None) -> Turn | None:
     event = find_event(message_id)
     if event is None:
         return None
-    index = _message_ids(event).index(message_id)
+    index = message_ids(event).index(message_id)
     return Turn(0, message_id, event.output, event.role, event.model, index, event.input)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import shutil
 from collections import OrderedDict
@@ -14,7 +15,7 @@ from inspect_ai.log import edit_score, read_eval_log, read_eval_log_sample
 from inspect_ai.scorer import ScoreEdit
 
 from inspect_lens.errors import ArtifactError
-from inspect_lens.model import _places, activations, know_log
+from inspect_lens.model import _places, activations, activations_for, know_log
 from inspect_lens.model._handle import MEMORY, MESSAGES
 from inspect_lens.reading import captured_calls_column, lens_column
 from inspect_lens.scorer import probe_score
@@ -60,6 +61,19 @@ def test_an_output_has_its_activations(moved: str, whole: bool) -> None:
     handle = activations(sample.output)
     assert handle is not None
     assert handle.numpy().shape == (2, 3, 4)
+
+
+def test_a_message_alone_has_its_activations(moved: str) -> None:
+    """A monitor that runs over a log is given messages, and no transcript."""
+    log = read_eval_log(moved)
+    message = (log.samples or [])[0].messages[-1]
+    handle = activations_for(message)
+    assert handle is not None
+    assert handle.numpy().shape == (2, 3, 4)
+    # With the log goes what is known of its messages.
+    del log
+    gc.collect()
+    assert activations_for(message) is None
 
 
 def test_the_policy_is_asked_before_a_file_is_looked_for(
