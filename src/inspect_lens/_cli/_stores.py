@@ -55,10 +55,10 @@ def read_set(
     return ActivationSet.from_store(store, name=name, layers=layers, pieces=texts)
 
 
-def manifest_of(uri: str) -> dict[str, Any]:
+def manifest_of(uri: str) -> Mapping[str, Any]:
     """What is known of a store, or of a file that `ActivationSet.save` wrote."""
     if not is_file(uri):
-        return dict(ActivationStore.open(uri).manifest)
+        return ActivationStore.open(uri).manifest
     data = ActivationSet.load(uri)
     return {
         "model": {"name": data.model, "sha256": data.model_sha256},

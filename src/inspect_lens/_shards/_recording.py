@@ -21,7 +21,17 @@ from inspect_lens._base.untrusted import parse_json
 from inspect_lens._intake import read_file, write_file
 from inspect_lens.errors import ArtifactError, SpecError
 
-from ._shard import Captured, decode_shard, shard_facts, shard_parts, sum_facts, to_json
+from ._shard import (
+    About,
+    Captured,
+    ShardFacts,
+    decode_shard,
+    read_facts,
+    shard_facts,
+    shard_parts,
+    sum_facts,
+    to_json,
+)
 
 __all__ = ["RECORDING", "RECORDING_FORMAT", "RecordedShard", "Recording", "ShardWriter"]
 
@@ -242,17 +252,14 @@ class Recording:
             content = read_file(f"{self.uri}/{name}.json")
             if content is None:
                 continue  # whoever keeps house here has removed it
-            try:
-                facts = parse_json(content)
-                uri = f"{self.uri}/{name}.safetensors"
-                if facts["file"] != f"{name}.safetensors" or not isinstance(facts["sha256"], str):
-                    raise ValueError("it is of another shard")
-            except (ValueError, KeyError, TypeError) as error:
-                raise ArtifactError(
-                    f"{self.uri}/{name}.json: not the facts of a shard ({error}); delete it"
-                ) from None
+            facts = read_facts(
+                f"{self.uri}/{name}.json", content, ShardFacts, "the facts of a shard"
+            )
+            file = f"{name}.safetensors"
+            if facts["file"] != file:
+                raise ArtifactError(f"{self.uri}/{name}.json: is of another shard; delete it")
             taken.add(number)
-            yield RecordedShard(uri, facts, _cursor(seen))
+            yield RecordedShard(f"{self.uri}/{file}", facts, _cursor(seen))
 
     def manifest(self) -> dict[str, Any]:
         """What a manifest would say now, of all that is finished."""
@@ -271,12 +278,9 @@ class Recording:
 
 
 def _read_about(where: str, content: bytes) -> dict[str, Any]:
-    try:
-        about: dict[str, Any] = parse_json(content)
-        if about["format"] != RECORDING_FORMAT:
-            raise ValueError(f"format {about['format']!r}, this release reads {RECORDING_FORMAT!r}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{where}: says nothing of a recording ({error})") from None
+    about: dict[str, Any] = read_facts(
+        where, content, About, "what a recording is of", format=RECORDING_FORMAT
+    )
     return about
 
 

@@ -6,22 +6,27 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Final, cast, get_args
+from typing import Annotated, Any, Final, cast, get_args
 
 import fsspec
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
 
 from inspect_lens._base.untrusted import parse_json, parsing, refuse_irregular
 from inspect_lens._intake import DTYPES, STORAGE, absolute, encode_tensors, is_local, read_tensors
 from inspect_lens.errors import ArtifactError, CaptureError
-from inspect_lens.spec import DType, TensorData
+from inspect_lens.spec import DType, TensorData, explain
 
 __all__ = [
+    "About",
     "Captured",
+    "Manifest",
     "SampleRecord",
+    "ShardFacts",
     "decode_shard",
     "encode_shard",
+    "read_facts",
     "read_layer",
     "read_records",
     "shard_facts",
@@ -33,6 +38,58 @@ __all__ = [
 _FORMAT: Final = "inspect_lens.shard/1"
 _KEY: Final = "inspect_lens"
 _HEADER_LIMIT: Final = 100_000_000
+
+
+Count = Annotated[int, Field(strict=True, ge=0)]
+
+
+class About(BaseModel):
+    """What the rows of a folder are of, as far as it is said."""
+
+    model: dict[str, str | None] = {}
+    dataset: dict[str, Any] = {}
+    request: dict[str, Any] = {}
+    computed_with: dict[str, Any] = {}
+    layers: list[Count] = []
+    hidden: Annotated[int, Field(strict=True, ge=0, le=1 << 24)] = 0
+
+
+class _Shard(BaseModel):
+    file: str
+    sha256: str
+
+
+class ShardFacts(About, _Shard):
+    """What `shard_facts` says of a shard."""
+
+    n_samples: Count
+    n_rows: Count
+    n_empty: Count
+
+
+class Manifest(About):
+    """What is known of all shards of a folder."""
+
+    n_samples: Count
+    n_rows: Count
+    n_empty: Count = 0
+    shards: list[_Shard]
+
+
+def read_facts(
+    where: str, content: bytes, kind: type[BaseModel], what: str, *, format: str = ""
+) -> Any:
+    """Facts that lie beside shards, which may be a stranger's or damaged."""
+    advice = "delete it, and run collect again, or read what it stands beside"
+    with parsing(where, what, advice):
+        facts = parse_json(content)
+        if format and facts["format"] != format:
+            raise ValueError(f"format {facts['format']!r}, this release reads {format!r}")
+        try:
+            kind.model_validate(facts)
+        except ValidationError as error:
+            raise ValueError(explain(error)) from None
+    return facts
 
 
 @dataclass(frozen=True, kw_only=True)

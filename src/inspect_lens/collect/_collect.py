@@ -7,8 +7,10 @@ nothing else that counts.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -18,7 +20,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +34,8 @@ from pydantic import TypeAdapter
 
 from inspect_lens._base.concurrency import first_error
 from inspect_lens._base.progress import progress_bar
-from inspect_lens._base.untrusted import parse_json
-from inspect_lens._shards import shard_facts, sum_facts, to_json
+from inspect_lens._intake import absolute, is_local
+from inspect_lens._shards import About, ShardFacts, read_facts, shard_facts, sum_facts, to_json
 from inspect_lens.data import (
     MANIFEST,
     STORE_FORMAT,
@@ -233,6 +235,7 @@ def rows_at(handle: Activations, positions: Sequence[int]) -> TensorData | None:
 
 
 _PLAN: Final = "plan.json"
+_WHAT: Final = "what collect wrote"
 _AHEAD: Final = 2  # shards that may be open at once
 
 
@@ -357,7 +360,7 @@ async def collect_async(
                         write_shard(uri, k, plan, samples, facts)
 
                     await _fill_shards(todo, plan, concurrency, capture, write)
-    return finish(uri, plan)
+        return finish(uri, plan)
 
 
 @asynccontextmanager
@@ -454,19 +457,38 @@ def plan_of(model: str, dataset: ProbeDataset, how: Request, shard_samples: int)
 @contextmanager
 def claimed(uri: str, plan: dict[str, Any]) -> Iterator[None]:
     """Hold the folder for this run; one that it began and wrote no shard into is free again."""
-    is_new = _claim(uri, plan)
-    try:
+    with _alone(uri):
+        is_new = _claim(uri, plan)
+        try:
+            yield
+        except BaseException:
+            is_ours = False
+            # A store that cannot be reached must not hide what went wrong before.
+            with suppress(OSError):
+                with suppress(SpecError):
+                    is_ours = any(_finished(uri, plan))
+                if is_new and not is_ours:
+                    filesystem, path = fsspec.core.url_to_fs(f"{uri}/{_PLAN}")
+                    filesystem.rm_file(path)
+            raise
+
+
+@contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Lock a local folder, until this process ends or is done: two would write the same files."""
+    with ExitStack() as stack:
+        if is_local(folder := absolute(uri)) and "\0" not in folder:
+            with suppress(OSError):  # of which the plan says more, or that nothing is locked there
+                os.makedirs(folder, exist_ok=True)
+                stack.callback(os.close, handle := os.open(folder, os.O_RDONLY))
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise SpecError(
+                        f"out={uri!r}: another process is writing into this folder; wait until it "
+                        "has ended, which keeps what it finished, or name another folder"
+                    ) from None
         yield
-    except BaseException:
-        is_ours = False
-        # A store that cannot be reached must not hide what went wrong before.
-        with suppress(OSError):
-            with suppress(SpecError):
-                is_ours = any(_finished(uri, plan))
-            if is_new and not is_ours:
-                filesystem, path = fsspec.core.url_to_fs(f"{uri}/{_PLAN}")
-                filesystem.rm_file(path)
-        raise
 
 
 def _claim(uri: str, plan: dict[str, Any]) -> bool:
@@ -476,7 +498,7 @@ def _claim(uri: str, plan: dict[str, Any]) -> bool:
     if content is None:
         write_whole(where, to_json(plan))
         return True
-    there = parse_json(content)
+    there = read_facts(where, content, About, _WHAT)
     differ = [
         f"{key}: {there.get(key)!r}, now {value!r}"
         for key, value in plan.items()
@@ -506,8 +528,10 @@ def _file(k: int) -> str:
 def _facts(uri: str, k: int, plan: dict[str, Any]) -> dict[str, Any] | None:
     """Facts of a finished shard; they are written after it."""
     content = read_whole(f"{uri}/shard-{k:05d}.json")
-    made: dict[str, Any] | None = None if content is None else parse_json(content)
-    if made is not None and made.get("plan") != _mark(plan):
+    if content is None:
+        return None
+    made: dict[str, Any] = read_facts(f"{uri}/shard-{k:05d}.json", content, ShardFacts, _WHAT)
+    if made.get("plan") != _mark(plan):
         raise SpecError(
             f"out={uri!r}: {_file(k)} is of a run with other settings; allowed is one run in a "
             "folder; use another folder, or delete this one"
@@ -540,7 +564,8 @@ def n_kept(uri: str) -> int:
     uri = uri.rstrip("/")
     if (content := read_whole(f"{uri}/{_PLAN}")) is None:
         return 0
-    return sum(facts["n_samples"] for facts in _finished(uri, parse_json(content)))
+    plan = read_facts(f"{uri}/{_PLAN}", content, About, _WHAT)
+    return sum(facts["n_samples"] for facts in _finished(uri, plan))
 
 
 def write_shard(

@@ -154,7 +154,7 @@ def log_to_store(
                 for i, one in enumerate(done[start : start + _SHARD])
             ]
             write_shard(uri, k, plan, numbered, facts)
-    return finish(uri, plan)
+        return finish(uri, plan)
 
 
 def _label_source(samples: Sequence[EvalSample]) -> str:

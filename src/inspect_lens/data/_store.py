@@ -13,16 +13,17 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._base.untrusted import parse_json
 from inspect_lens._intake import read_file
 from inspect_lens._shards import (
     Captured,
+    Manifest,
     RecordedShard,
     Recording,
     SampleRecord,
     ShardWriter,
     decode_shard,
     encode_shard,
+    read_facts,
     read_layer,
     read_records,
 )
@@ -115,6 +116,21 @@ def read_whole(uri: str) -> bytes | None:
     return read_file(uri)
 
 
+class _Stated(dict[str, Any]):
+    """What files say; what they do not say is an error of ours."""
+
+    def __init__(self, where: str, facts: Mapping[str, Any]) -> None:
+        super().__init__(
+            {k: _Stated(where, v) if isinstance(v, Mapping) else v for k, v in facts.items()}
+        )
+        self.where = where
+
+    def __missing__(self, key: str) -> Any:
+        raise ArtifactError(
+            f"{self.where}: says no {key!r}, only {sorted(self)}; write it, or collect anew"
+        )
+
+
 class ActivationStore:
     """Reads what `collect` wrote or a server recorded, shard by shard.
 
@@ -134,7 +150,7 @@ class ActivationStore:
 
     def __init__(self, uri: str, manifest: Mapping[str, Any]) -> None:
         self.uri = uri.rstrip("/")
-        self.manifest = manifest
+        self.manifest: Mapping[str, Any] = _Stated(self.uri, manifest)
 
     @classmethod
     def open(cls, uri: str | Path) -> ActivationStore:
@@ -159,17 +175,11 @@ class ActivationStore:
                 f"{where}: is not there; a store without it is incomplete; check the path, or run "
                 "collect again, which continues"
             )
-        try:
-            manifest = parse_json(content)
-            if manifest["format"] != STORE_FORMAT:
-                raise ValueError(
-                    f"format {manifest['format']!r}, this release reads {STORE_FORMAT!r}"
-                )
-            for shard in manifest["shards"]:
-                if Path(shard["file"]).name != shard["file"]:
-                    raise ValueError(f"shard {shard['file']!r} lies in another folder")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(f"{where}: not a manifest of activations ({error})") from None
+        what = "a manifest of activations"
+        manifest = read_facts(where, content, Manifest, what, format=STORE_FORMAT)
+        for shard in manifest["shards"]:
+            if Path(shard["file"]).name != shard["file"]:
+                raise ArtifactError(f"{where}: shard {shard['file']!r} lies in another folder")
         return cls(str(uri), manifest)
 
     def __len__(self) -> int:
@@ -268,8 +278,9 @@ class ActivationStore:
     def _content(uri: str, sha256: str) -> bytes:
         content = read_whole(uri)
         if content is None or hashlib.sha256(content).hexdigest() != sha256:
+            is_wrong = "has another hash than the manifest says"
             raise ArtifactError(
-                f"{uri}: {'is not there' if content is None else 'has another hash'} than the "
-                "manifest says; delete the shard, its .json and the manifest, and run collect again"
+                f"{uri}: {'is not there' if content is None else is_wrong}; delete the shard, its "
+                ".json and the manifest, and run collect again"
             )
         return content

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from inspect_lens.collect import collect, feed_again
+from inspect_lens.collect._collect import claimed
 from inspect_lens.data import (
     ActivationStore,
     Message,
@@ -137,7 +138,7 @@ def test_requests_overlap_and_memory_is_bounded(tmp_path: Path) -> None:
         most = max(most, len(alive))
         return made
 
-    def written(uri: str, k: int, mark: str, samples: list[Any], capture: Any) -> None:
+    def written(uri: str, k: int, mark: Any, samples: list[Any], capture: Any) -> None:
         write(uri, k, mark, samples, capture)
         alive.difference_update(s.record.index for s in samples)
 
@@ -348,6 +349,30 @@ def test_shards_of_two_runs_that_began_at_once_are_not_mixed(tmp_path: Path) -> 
         assert len(server.requests) == asked
         # Its own run finds it as it was.
         assert run(server, dataset(6), tmp_path / "out", layers=[1]).layers == (1,)
+
+
+def test_two_processes_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    """They wrote the same temporary files, of which one lost its name to the other."""
+    with FakeLensServer() as server, claimed(str(tmp_path / "out"), {"format": "any"}):
+        with pytest.raises(SpecError, match=r"^out=.*: another process is writing into this fol"):
+            run(server, dataset(4), tmp_path / "out")
+        assert not server.requests
+    (tmp_path / "out" / "plan.json").unlink()
+    with FakeLensServer() as server:
+        assert len(run(server, dataset(4), tmp_path / "out")) == 4
+
+
+@pytest.mark.parametrize("file", ["plan.json", "shard-00001.json"])
+@pytest.mark.parametrize("text", ["", "[]", "null", "3", '{"layers": ["x"]}', '{"hidden": -1}'])
+def test_damaged_facts_are_named(tmp_path: Path, file: str, text: str) -> None:
+    with FakeLensServer() as server:
+        run(server, dataset(6), tmp_path / "out")
+        (tmp_path / "out" / "manifest.json").unlink()
+        (tmp_path / "out" / file).write_text(text)
+        asked = len(server.requests)
+        with pytest.raises(ArtifactError, match=rf"{file}: not what collect wrote .*delete it"):
+            run(server, dataset(6), tmp_path / "out")
+        assert len(server.requests) == asked
 
 
 def test_a_run_that_wrote_nothing_keeps_no_folder_from_the_next(

@@ -113,7 +113,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="holds no recording"):
         Recording.open(tmp_path / "nowhere")
     (tmp_path / "recording.json").write_text("{}")
-    with pytest.raises(ArtifactError, match="says nothing of a recording"):
+    with pytest.raises(ArtifactError, match="not what a recording is of"):
         Recording.open(tmp_path)
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,9 +39,6 @@ def captured(i: int, *, rows: int, label: bool | None = True) -> Captured:
 
 
 def store(folder: Path, samples: list[Captured]) -> ActivationStore:
-    import hashlib
-    import json
-
     content = encode_shard(samples)
     write_whole(f"{folder}/shard-00000.safetensors", content)
     manifest = {
@@ -238,3 +237,29 @@ def test_a_probe_reads_the_positions_of_its_training_set(tmp_path: Path) -> None
     assert card.positions == "prompt"
     assert card.model is not None
     assert card.model.sha256 == "a" * 64
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden": "wide"}, "not a manifest of activations .*hidden='wide'"),
+        ({"hidden": 1 << 40}, "not a manifest of activations .*hidden=1099511627776"),
+        ({"layers": 3}, "not a manifest of activations .*layers=3"),
+        ({"n_samples": None}, "not a manifest of activations .*n_samples=None"),
+        ({"shards": [{"file": "a"}]}, r"not a manifest of activations .*shards\[0\].sha256"),
+        ({"model": [1]}, "not a manifest of activations .*model="),
+        ({"dataset": {}}, "says no 'name', only "),
+        ({"model": {"sha256": "0"}}, "says no 'name', only "),
+    ],
+)
+def test_what_a_manifest_says_is_judged(tmp_path: Path, change: Any, said: str) -> None:
+    """Each was an error of Python's own, or memory for rows that are not there."""
+    store(tmp_path, [captured(0, rows=2)])
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest | change))
+    with pytest.raises(ArtifactError, match=said):
+        ActivationSet.from_store(tmp_path)
+    without = {k: v for k, v in manifest.items() if k not in change}
+    (tmp_path / MANIFEST).write_text(json.dumps(without))
+    with pytest.raises(ArtifactError, match=r"not a manifest|says no"):
+        ActivationSet.from_store(tmp_path)
