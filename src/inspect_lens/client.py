@@ -303,7 +303,10 @@ class LensClient(HookCalls):
         open_gates: Sequence[str] = (),
         **kwargs: Any,
     ) -> GenerateOutput:
-        """Complete a chat; arguments, result and errors are those of `generate`."""
+        """Complete a chat, such as `[{"role": "user", "content": "Who founded Velosh?"}]`.
+
+        The other arguments, the result and the errors are those of `generate`.
+        """
         options, kwargs = split_options(kwargs)
         request = request_of(
             capture_layers, steering_vectors, activations_transport, capture, hooks, capture_qk,
@@ -334,34 +337,33 @@ class LensClient(HookCalls):
     ) -> LensStream:
         """Complete a prompt or a chat, and read rows while the text is written.
 
-        A row comes right behind the token that was sampled from it, in a part of its own; those of
-        the prompt come behind the first token, in several parts if they are many. While a server
-        has many streams under way, rows of several later tokens share a part. A client that reads
-        slowly slows down nobody else.
+        You get each row right after the token that was sampled from it, and those of the prompt
+        after the first token. While a server has many streams under way, rows of several tokens
+        come together.
 
         From a server on this host that runs as this user, rows are fetched through a local socket
-        when their part is read, at most five minutes after they came. A loop that may take longer
-        to get there asks for `"transport": "inline"` in its capture, and has them in the stream.
+        when you read their part, at most five minutes after they came. If your loop may take longer
+        to get there, ask for `"transport": "inline"` in the capture, and they are in the stream.
 
         Args:
             prompt: as text or token ids.
             messages: of a chat, in the place of `prompt`.
-            max_tokens: as of `generate`, like the other arguments that are not here.
-            temperature: likewise.
-            capture_layers: likewise.
-            steering_vectors: likewise.
-            capture: likewise.
-            hooks: likewise; what they save comes at the end.
-            capture_qk: likewise.
-            lens: likewise.
-            sink: likewise.
-            edits: likewise.
-            open_gates: likewise.
+            max_tokens: tokens to sample at most.
+            temperature: of sampling.
+            capture_layers: layers whose residual stream to return; True means all.
+            steering_vectors: vectors to add.
+            capture: layers, or a CaptureSpec.
+            hooks: functions to run in the server; what they save comes at the end.
+            capture_qk: layers whose queries and keys to return, or (layer, head); True means all.
+            lens: layers to read as predictions of the next token, `all`, or a `LogitLens`.
+            sink: name of a store or a function of the server that gets the rows too.
+            edits: of the residual stream and inside blocks, in the order in which they act.
+            open_gates: `output.open_gates` of the previous answer.
             stream_results: whether tensors come with their tokens, or all of them at the end; text
                 and token scores of probes come as they are made in any case. None sends them with
                 their tokens unless one of them is made of several tokens, as with `reduce="mean"`;
                 True refuses these.
-            **kwargs: likewise.
+            **kwargs: other fields of a `LensRequest` or of the request body, as for `generate`.
 
         Returns:
             The parts as they come; `output` of it is what `generate` would have returned.
@@ -646,6 +648,7 @@ def request_of(
 
 
 _ARGUMENTS = (*inspect.signature(request_of).parameters, *LensRequest.model_fields)
+_SAMPLING = ("prompt", "messages", "max_tokens", "temperature", "logprobs", "echo")
 
 
 def _fields(asked: Any, transport: str | None) -> dict[str, Any]:
@@ -670,6 +673,8 @@ def with_request(
     where the request leaves that open.
     """
     refuse_misspelled(body, "arguments", known=_ARGUMENTS)
+    others = [key for key in body if key not in _SAMPLING]
+    refuse_misspelled(others, "arguments", known=_SAMPLING, cutoff=0.85)
     # A server with the plug-in reads lens keys elsewhere, too; in one place any server may
     # understand them.
     rest, given = split_body(body, where="body")

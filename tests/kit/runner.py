@@ -67,7 +67,7 @@ class Runner:
 
     def _run_shell(self, code: str, block: Block) -> None:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "PATH": path, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
         run = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", code],
             cwd=self.workdir, env=env, capture_output=True, text=True, check=False, timeout=600,

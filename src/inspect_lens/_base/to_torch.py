@@ -70,11 +70,16 @@ class Tensors(Mapping[str, "torch.Tensor"]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._plain:
             return cast("torch.Tensor", self._plain[name])
-        return to_torch(self._data[name])
+        return to_torch(self._named(name))
 
     def numpy(self, name: str = "residual_stream") -> NDArray[np.float32]:
         """One tensor as float32 (exact), without torch."""
-        return self._data[name].to_float32()
+        return self._named(name).to_float32()
+
+    def _named(self, name: str) -> TensorData:
+        if name not in self._data:
+            raise KeyError(f"{name!r} was not captured; there is {', '.join(self) or 'nothing'}")
+        return self._data[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._data, *self._plain])

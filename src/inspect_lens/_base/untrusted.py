@@ -100,7 +100,16 @@ def at_start(problem: str, detail: str) -> SpecError:
 def refuse_irregular(path: str | Path) -> None:
     """Refuse what is no regular file; reading a pipe or a device may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(f"{path}: is no regular file")
+        kind = "a folder" if os.path.isdir(path) else "no regular file"
+        raise OSError(f"{path}: it is {kind}")
+
+
+def why_unread(error: Exception, path: str | Path) -> str:
+    """Why a file cannot be read, in a few words without its name."""
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    said = (str(error).strip().splitlines() or [""])[0].removeprefix(f"{path}: ")
+    return said if type(error) is OSError else f"{type(error).__name__}: {said}".rstrip(": ")
 
 
 def read_regular(path: str | Path, *, most: int | None = None) -> bytes:

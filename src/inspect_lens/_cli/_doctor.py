@@ -16,7 +16,7 @@ import typer
 from inspect_lens._base.http import server_address
 from inspect_lens._base.installed import VLLM, install_extra, is_for_cpus
 from inspect_lens._base.shipped import MODELS, model_path, organism_advice
-from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens._base.untrusted import parse_json, read_regular, why_unread
 from inspect_lens._settings import Settings, server_key, vllm_plugins
 from inspect_lens._vllm.compat.features import FEATURES, architectures, problems
 from inspect_lens._vllm.compat.monkeypatches import rivals
@@ -92,8 +92,8 @@ def _config(folder: Path, model: str) -> dict[str, Any]:
         if model in MODELS and (advice := organism_advice(model)):
             raise ArtifactError(f"--model: {advice}") from None
         raise ArtifactError(
-            f"--model {model}: {path} cannot be read ({type(error).__name__}: {error}); allowed is "
-            "the folder of a model on this machine; one of the hub is downloaded there with "
+            f"--model {model}: {path} cannot be read ({why_unread(error, path)}); allowed is the "
+            "folder of a model on this machine; one of the hub is downloaded there with "
             f"hf download {model if model.count('/') == 1 else 'OWNER/NAME'} --local-dir FOLDER"
         ) from None
     return found

@@ -290,6 +290,8 @@ def in_shell_words(message: str, command: Any) -> str:
 
     def in_words(found: re.Match[str]) -> str:
         name, value = found.groups()
+        if re.search(r"--[a-z-]+ $", message[: found.start()]):  # what a flag takes
+            return found[0]
         if name in pairs:  # whose values are JSON
             switches = {"True": "true", "False": "false", "None": "null"}
             return f"--{pairs[name]} {name}={switches.get(value, value)}"

@@ -37,15 +37,24 @@ if TYPE_CHECKING:
 
 
 def _named(log: str) -> str:
-    """Refuse the empty word that a shell makes of `"$(ls logs/*.eval)"` where there is no log."""
+    """The log that a word means; an empty one is what a shell makes of a pattern without a file."""
     if not log:
         raise SpecError("LOG: no log is named; run the eval first, and then name its .eval file")
-    return log
+    if not Path(log).is_dir():
+        return log
+    found = max(Path(log).glob("*.eval"), default=None)  # names begin with the time
+    if found is None:
+        raise SpecError(f"LOG: the folder {log} has no .eval file; name the folder of your logs")
+    typer.echo(f"the newest log of {log} is {found}", err=True)
+    return str(found)
 
 
 LogFile = Annotated[
     str,
-    typer.Argument(help="Inspect log (.eval), with its .lens folder next to it.", callback=_named),
+    typer.Argument(
+        help="Inspect log (.eval), with its .lens folder next to it; of a folder, the newest log.",
+        callback=_named,
+    ),
 ]
 AnyProbes = Annotated[
     bool, typer.Option("--any-model", help="Accept probes that were trained on another model.")

@@ -242,13 +242,18 @@ _AHEAD: Final = 2  # shards that may be open at once
 def collect(
     model: str | Model, dataset: ProbeDataset, out: str | Path, **options: Any
 ) -> ActivationStore:
-    """`collect_async`, for scripts: runs its own event loop.
+    """Capture activations of a data set, or go on where a stopped run was.
+
+    In a notebook, or wherever an event loop runs already, await `collect_async` instead.
 
     Args:
-        model: as there.
-        dataset: as there.
-        out: as there.
-        **options: as there.
+        model: `vllm-lens/…` or `lens/…`, or a model of one of these.
+        dataset: what to capture.
+        out: folder of the store, local or an fsspec URL such as `s3://bucket/set`.
+        **options: `layers`, `positions`, `max_tokens` and others, which `collect_async` describes.
+
+    Raises:
+        SpecError: an event loop runs already, or what `collect_async` raises.
 
     Example:
         <!-- test: server -->
@@ -262,6 +267,11 @@ def collect(
         assert len(store) == 4
         ```
     """
+    with suppress(RuntimeError):
+        anyio.get_current_task()
+        raise SpecError(
+            "collect: an event loop runs already, as in a notebook; await collect_async"
+        )
     return anyio.run(partial(collect_async, model, dataset, out, **options))
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import fsspec
 
 from inspect_lens._base.installed import install_extra
-from inspect_lens._base.untrusted import judge_parquet, parse_json, read_regular
+from inspect_lens._base.untrusted import judge_parquet, parse_json, read_regular, why_unread
 from inspect_lens.errors import ArtifactError
 
 __all__ = ["read_rows"]
@@ -67,7 +67,7 @@ def read_rows(path: str) -> Iterator[Row]:
         else:
             names = filesystem.glob(inner) if "*" in inner else [inner]
         if not names:
-            raise FileNotFoundError(f"no {', '.join((*_SUFFIXES, _LINES))} there")
+            raise OSError(f"no {', '.join((*_SUFFIXES, _LINES))} there")
         # Judged before a file is read, as a wrong one may be the weights of a model.
         for ending in map(_ending, names):
             if ending not in (*_SUFFIXES, _LINES):
@@ -79,7 +79,7 @@ def read_rows(path: str) -> Iterator[Row]:
                 yield {FILE: stem, **row}
     except (OSError, ValueError, ImportError, KeyError, TypeError, csv.Error) as error:
         raise ArtifactError(
-            f"{path}: cannot be read as rows ({type(error).__name__}: {error}); allowed are files "
+            f"{path}: cannot be read as rows ({why_unread(error, path)}); allowed are files "
             f"{', '.join((*_SUFFIXES, _LINES))}, or a folder of them; check the path"
         ) from None
 

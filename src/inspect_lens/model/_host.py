@@ -9,10 +9,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import logging
 import os
+import re
 import sys
 import sysconfig
 import traceback
+from collections import deque
 from collections.abc import Callable
 from itertools import dropwhile
 from pathlib import Path
@@ -82,8 +85,10 @@ __all__ = [
     "end_in_a_line",
     "ensure_adapter_loaded",
     "get_adapter_rank",
+    "hear_server",
     "init_model_roles",
     "is_interim",
+    "last_error",
     "registry_add",
     "registry_has",
     "registry_info",
@@ -172,6 +177,34 @@ def _asked_at(trace: TracebackType | None) -> str:
         if not frame.filename.startswith(libraries) and "site-packages" not in frame.filename
     ]
     return files[-1] if files else ""
+
+
+_written: deque[str] = deque(maxlen=400)
+"""The last lines of servers that Inspect started, which it only logs."""
+_ENDS = re.compile(r"(?:\(\w+ pid=\d+\) )?((?:[\w.]+(?:Error|Exception)|[\w.]+: error): \S.*)")
+_FOLLOWS = re.compile(r"initiali[sz]ation failed|See root cause above")
+
+
+def _hear(record: logging.LogRecord) -> bool:
+    _written.append(record.getMessage())
+    above = logging.getLogger(_SERVER).parent
+    return above is None or record.levelno >= above.getEffectiveLevel()
+
+
+def hear_server() -> None:
+    """Listen to what the next server writes, and show no more of it than before."""
+    _written.clear()
+    logging.getLogger(_SERVER).addFilter(_hear)
+    logging.getLogger(_SERVER).setLevel(logging.DEBUG)
+
+
+def last_error() -> str:
+    """The error that a server has written last, with its second line where that says it; or ""."""
+    lines, said = list(_written), ""
+    for line, below in zip(lines, [*lines[1:], ""], strict=True):
+        if (found := _ENDS.match(line)) and not _FOLLOWS.search(line):
+            said = f"{found[1]} {below}" if "validation error" in line else found[1]
+    return said[:600]
 
 
 def role_of(api: object) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from inspect_ai.log import EvalLog, read_eval_log
 
 from inspect_lens._base.arguments import one_or_several
-from inspect_lens._base.untrusted import refuse_irregular
+from inspect_lens._base.untrusted import refuse_irregular, why_unread
 from inspect_lens._intake import absolute, has_file, join, parent, read_file, stem
 from inspect_lens._settings import Settings, text
 from inspect_lens.errors import ArtifactError, LensError
@@ -46,10 +46,9 @@ def judging_log(log: str | Path) -> Iterator[None]:
     except FileNotFoundError:
         raise ArtifactError(f"{log}: there is no such log; check the path") from None
     except Exception as error:  # noqa: BLE001 - its decompressors have errors of their own
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ArtifactError(
-            f"{log}: cannot be read as a log ({type(error).__name__}: {reason}); allowed are .eval "
-            "and .json files of Inspect; check the path"
+            f"{log}: cannot be read as a log ({why_unread(error, log)}); allowed are .eval and "
+            ".json files of Inspect; check the path"
         ) from None
 
 

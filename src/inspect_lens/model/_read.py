@@ -278,7 +278,7 @@ def receipt(source: ModelOutput | ModelEvent | Mapping[str, Any]) -> Receipt | N
     """Get the receipt of a model call: what the engine captured and how it steered.
 
     Args:
-        source: as for `activations`.
+        source: the output, its model event, its metadata, or any of these as plain data.
 
     Returns:
         The receipt, or None for a call without the lens or a server that gives none.

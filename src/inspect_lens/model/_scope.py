@@ -195,14 +195,17 @@ def lens_scope(
     add to it, and its capture, lens and probes go before it.
 
     Args:
-        capture: as for `lens_config`.
-        steer: as for `lens_config`.
-        edits: as for `lens_config`; those of nested scopes act in order, the outer ones first.
+        capture: `all`, layers, or a `CaptureSpec`.
+        steer: a vector, its name, or `{"vector": name, "layer": …, "scale": …}`, or several; see
+            `lens_config`.
+        edits: other edits, such as `Ablate(direction=v, layers=[4])`; those of nested scopes act
+            in order, the outer ones first.
         edits_meet: "error" refuses calls in which two edits would change the same numbers of a
             token, those of the server among them; edits that meet act in order by default.
         probes: probes that the engine runs, as for `with_lens`; or uses of names that somebody
             registered. Names that a call uses itself are its own. An empty list adds none.
-        lens: as for `lens_config`; a call that asks for a lens itself keeps its own.
+        lens: layers to read as predictions of the next token, `all`, or a `LogitLens`; a call that
+            asks for a lens itself keeps its own.
         model: whose calls; the model under evaluation by default. A grader is not touched.
 
     Yields:

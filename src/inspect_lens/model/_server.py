@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -60,6 +61,8 @@ from ._host import (
     configure_devices,
     ensure_adapter_loaded,
     get_adapter_rank,
+    hear_server,
+    last_error,
     role_of,
     start_local_server,
     terminate_process,
@@ -174,9 +177,11 @@ def start_server(
     # Whoever reaches the port can read activations and steer, so it listens on loopback.
     host = wanted.pop("host", "127.0.0.1")
     command = [sys.executable, *COMMAND, "--model", model_path(model), "--host", host]
+    command += ["--api-key", api_key]
+    hear_server()
     try:
         return start_local_server(
-            [*command, "--api-key", api_key],
+            command,  # to which it appends
             host=host,
             port=port,
             api_key=api_key,
@@ -186,7 +191,11 @@ def start_server(
             env=env | devices,
         )
     except RuntimeError as error:
-        raise CaptureError(f"{model}: {error}") from None
+        # Inspect's advice has a command with our variables: it hides the log, and ends at once.
+        happened = str(error).partition(" Try rerunning")[0]
+        raise CaptureError(
+            f"{model}: {happened} To see all that it writes: {shlex.join(command)}\n{last_error()}"
+        ) from None
 
 
 def _memory_on_cpus(model: str, wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import anyio
 import numpy as np
 from inspect_ai.log import EvalLog, EvalSample
 from inspect_ai.scorer import SampleScore, Score, Value
@@ -34,10 +37,18 @@ logger = logging.getLogger(__name__)
 RESAMPLES = 1000
 
 
+_warned: ContextVar[frozenset[str]] = ContextVar("_warned", default=frozenset())
+"""What was said in this task, in which Inspect computes all metrics of an eval."""
+
+
 def warn(text: str, *values: object) -> None:
-    """Warn of what a metric is of: once, and not each time that the display computes it."""
-    if not is_interim():
-        logger.warning(text, *values)
+    """Warn of what metrics are of: once for all of them, and not each time the display asks."""
+    said = text % values
+    if not is_interim() and said not in _warned.get():
+        with suppress(RuntimeError):  # outside of a task nothing ends what was said
+            anyio.get_current_task()
+            _warned.set(_warned.get() | {said})
+        logger.warning("%s", said)
 
 
 def cluster_of(sample: SampleScore, key: str, *, argument: str = "cluster") -> str:
@@ -151,7 +162,7 @@ def labelled(scores: Sequence[SampleScore], label: str, cluster: str | None = No
         found.scores.append(sample)
     if unlabelled:
         warn(
-            "%d of %d scored samples have no metadata %r and count in no metric that needs it",
+            "%d of %d scored samples have no %r in their metadata, so metrics of it leave them out",
             unlabelled, len(scores), label,
         )  # fmt: skip
     if unscored:

@@ -49,17 +49,18 @@ def monitor_alarm(
 ) -> Scorer:
     """Find the first turn, or token, of a sample at which a probe is above its threshold.
 
-    Reads every call that the model of the eval made in the sample, agents' calls in between
-    included, in their order. Calls of scorers are left out, and so are generations that were only
-    compared, such as the cells of a sweep. Each choice of `num_choices` is read.
+    It reads every call that the eval's model made in the sample, in order, each choice of
+    `num_choices`. Calls of scorers do not count, nor do generations that were only compared, such
+    as the cells of a sweep.
 
-    With `level="turn"`, the default, the score of each turn is compared with the card's threshold
-    for whole answers, and its false positive rate holds per turn. Watching tokens compares many
-    times per turn, so that `level="token"` takes the card's threshold for an alarm on what is
-    watched (`inspect-lens probe calibrate --for alarm`); a card without one is refused, and you
-    can pass a number of your own, whose rate `at_threshold` measures. With n turns at most n times
+    With `level="turn"`, the default, it compares the score of each turn with the card's threshold
+    for whole answers, whose false positive rate then holds per turn. With n turns at most n times
     as many samples may raise a false alarm: `metadata["fpr_bound"]`. Turns longer than those that
     the threshold was set on have no rate: `metadata["fpr_holds"]` is false then.
+
+    `level="token"` compares many times per turn, so it takes the card's threshold for an alarm on
+    what is watched (`inspect-lens probe calibrate --for alarm`). If the card has none, pass a
+    number of your own, whose rate `at_threshold` measures.
 
     Args:
         threshold: alarm strictly above it: a number, or an operating point of the card such as

@@ -121,8 +121,9 @@ def deception_probe(
         positions: tokens to read; the completion by default.
 
     Raises:
-        ArtifactError: as for `probe_score`.
-        SpecError: as for `probe_score`.
+        ArtifactError: no such probe, or while scoring, activations that are missing or not of the
+            probe's model.
+        SpecError: an argument is wrong.
 
     Example:
         ```python

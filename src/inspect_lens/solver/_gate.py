@@ -318,22 +318,21 @@ def probe_gate(
 ) -> Solver:
     """Generate, read a probe on the activations of the generation, and act above its threshold.
 
-    Where tools are set each turn is judged before its tool calls are carried out, and only what
-    stands is. With `inner=react()` or another agent, turns with tool calls are judged before
-    these are carried out, and so is the answer that it ends with; an agent's turn cannot be taken
-    back, so that `flag` and `stop` alone are allowed.
+    - `flag`: keep the answer and mark it.
+    - `stop`: replace the answer and end the sample; probes score what was stopped.
+    - `resample`: generate again, up to `tries` times; take the first answer below the threshold.
+    - `best`: generate `tries` more answers at the same time as the first, and take the one with the
+      best score, whatever the threshold. If that is another one, the outcome is `resampled`.
+    - `steer`: generate again with a vector added, at one, two, … `tries` times its scale. It adds
+      to the steering of the task's config.
 
-    - `flag`: the answer stands and is marked.
-    - `stop`: the answer is replaced and the sample ends; probes score what was stopped.
-    - `resample`: generate again, up to `tries` times; the first answer below the threshold stands.
-    - `best`: generate `tries` more answers at the same time as the first; the one with the best
-      score stands, whatever the threshold. The outcome is `resampled` where that is another one.
-    - `steer`: generate again with a vector added, at one, two, … `tries` times its scale, to what
-      the task's config steers with in every attempt, if it does.
+    If no try falls below the threshold, the answer with the lowest score is taken and the outcome
+    is `exhausted`. You find each decision with all attempts in the transcript and in the sample's
+    store (`GateDecisions`), in short also in `state.metadata["probe_gate"]`.
 
-    Where no try falls below the threshold, the answer with the lowest score stands and the outcome
-    is `exhausted`. Each decision with all attempts is in the transcript and in the sample's store
-    (`GateDecisions`), in short also in `state.metadata["probe_gate"]`.
+    With tools, each turn is judged before its tool calls run, and only those of the chosen turn
+    run. With `inner=react()` or another agent, only `flag` and `stop` are allowed, because an
+    agent's turn cannot be taken back.
 
     Args:
         probe: name below `probes/`, path, or a probe; or `engine:NAME` for one that is registered

@@ -45,11 +45,11 @@ def with_lens(
     probe_positions: Positions | list[int] | None = None,
     edits_meet: Literal["in_order", "error"] | None = None,
 ) -> Solver:
-    """Generate with a lens on the model, or run a solver or an agent whose every call has it.
+    """Generate with captures, edits, probes or a lens, or run an agent with them in every call.
 
-    It is what `generate()` is to a task without it. It reaches all calls of the model under
-    evaluation, whatever config they pass; a call that asks for a capture, vectors or a lens of its
-    own keeps those. Nested ones add up, the outer edits first, and the inner capture counts.
+    Use it in the place of `generate()`. It reaches all calls of the model under evaluation; a call
+    that asks for its own capture, vectors or lens keeps those. If you nest several, edits add up,
+    the outer ones first, and the inner capture counts.
 
     Args:
         capture: layers such as `[4]`, `all`, or the fields of a `CaptureSpec`. Activations are in
@@ -72,7 +72,8 @@ def with_lens(
             middle of a sentence, `"{}"` at the start of an answer.
         probe_positions: tokens that the probes score; for each those of its card by default. A
             `ProbeUse` has its own.
-        edits_meet: as for `lens_scope`.
+        edits_meet: "error" refuses calls in which two edits would change the same numbers of a
+            token; by default they act in order.
 
     Raises:
         ArtifactError: no such vector, probe or lens.
@@ -187,9 +188,9 @@ def with_capture(
     heads: Sequence[int] | None = None,
     inner: Solver | Agent | None = None,
 ) -> Solver:
-    """`with_lens(capture=…)`: generate, and keep activations.
+    """Generate, and keep activations, or run an agent and keep those of every call.
 
-    `-M capture=…` captures in every solver of an eval.
+    To capture without changing the task, run the eval with `-M capture=…`.
 
     Args:
         layers: `all`, or layer numbers.
@@ -240,7 +241,7 @@ def with_steering(
     positions: Sequence[int] | None = None,
     inner: Solver | Agent | None = None,
 ) -> Solver:
-    """`with_lens(steer=…)`: generate with a vector added.
+    """Generate with a steering vector added, or run an agent with it in every call.
 
     Args:
         vector: name below `vectors/`, path, `hf://` address, or a vector. Give a path as a string:

@@ -151,7 +151,10 @@ class Value(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=hasattr(sys, "ps1")
     )
 
-    def __init__(self, /, **fields: Any) -> None:
+    def __init__(self, /, *unnamed: object, **fields: Any) -> None:
+        if unnamed:
+            name, first = type(self).__name__, next(iter(type(self).model_fields), "field")
+            raise SpecError(f"{name}: fields have names; write {name}({first}=…)")
         try:
             super().__init__(**fields)
         except ValidationError as error:

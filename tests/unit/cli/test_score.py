@@ -59,8 +59,12 @@ def test_a_wrong_name_is_one_line_that_says_what_to_do(run: Run, log: Path, tmp_
         ((*scored, "--out", "memory://there.eval"), 3, "memory://there.eval: is there already"),
         ((*scored, "--out", f"file://{log}"), 3, "is the log that is scored"),
         (("view", log, "--out", "s3://b/x.html"), 3, "--out=s3://b/x.html: is an address; allowed"),
-        (("view", pipe), 4, "pipe.eval: is no regular file"),
-        (("score", pipe, "--probe", "organism/deception-lr"), 4, "pipe.eval: is no regular file"),
+        (("view", pipe), 4, "pipe.eval: cannot be read as a log (it is no regular file)"),
+        (
+            ("score", pipe, "--probe", "organism/deception-lr"),
+            4,
+            "pipe.eval: cannot be read as a log (it is no regular file)",
+        ),
         (("view", tmp_path / "empty.eval"), 4, nothing),
         (("score", tmp_path / "empty.eval", "--probe", "organism/deception-lr"), 4, nothing),
         (("score", tmp_path / "broken.eval", "--probe", "organism/deception-lr"), 4, part),
@@ -108,3 +112,16 @@ def test_each_probe_has_its_own_numbers_also_beside_earlier_scores_of_the_name(
         assert {(s.metadata or {})["threshold"] for s in found} == {one["threshold"]}
         labels = [sample.metadata["label"] for sample in samples]
         assert one["metrics"]["auroc"] == auroc(labels, [float(s.value) for s in found])  # type: ignore[arg-type]
+
+
+def test_a_folder_is_its_newest_log(run: Run, log: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    _, err = run("view", folder, code=3)
+    assert err.endswith("logs has no .eval file; name the folder of your logs\n")
+    (folder / "2026-01-02.eval").write_text("older")
+    newest = Path(shutil.copy(log, folder / "2026-01-03.eval"))
+    shutil.copytree(log.with_suffix(".lens"), folder / log.with_suffix(".lens").name)
+    out, err = run("view", folder)
+    assert out.startswith(f"{newest.with_suffix('.html')}: 8 samples, ")
+    assert f"the newest log of {folder} is {newest}\n" in err

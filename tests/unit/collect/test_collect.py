@@ -415,10 +415,20 @@ def test_a_run_goes_on_with_weights_that_were_quantised_alike_only(tmp_path: Pat
 def test_a_server_that_does_not_start_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_server, "COMMAND", ("-c", "raise SystemExit(3)"))
-    said = r"(?s)org/none: .*exited unexpectedly with code 3.*--model"
-    with pytest.raises(CaptureError, match=said):
-        collect("lens/org/none", dataset(2), tmp_path / "a", progress=False)
+    program = (
+        "raise SystemExit(3)",
+        "import sys; print('(EngineCore pid=7) ValueError: 9 blocks, 8 needed', file=sys.stderr);"
+        "raise RuntimeError('Engine core initialization failed. See root cause above.')",
+    )
+    for code, last in zip(
+        program, ("--model org/none .*\n", "\nValueError: 9 blocks, 8 needed"), strict=True
+    ):
+        monkeypatch.setattr(_server, "COMMAND", ("-c", code))
+        with pytest.raises(
+            CaptureError, match=rf"(?s)org/none: .*exited unexpectedly.*{last}$"
+        ) as e:
+            collect("lens/org/none", dataset(2), tmp_path / "a", progress=False)
+        assert "PARENT" not in str(e.value), "the command can be given as it is"
 
 
 def test_a_failing_sample_ends_the_run_or_is_written_down(tmp_path: Path) -> None:
@@ -463,3 +473,9 @@ def test_any_fsspec_path_does(tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\7")
     with pytest.raises(ArtifactError, match="shard-00001"):
         ActivationStore.open(tmp_path / "local").verify()
+
+
+@pytest.mark.anyio
+async def test_a_notebook_is_told_to_await(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="as in a notebook; await collect_async"):
+        collect("lens/org/none", dataset(2), tmp_path / "a")

@@ -230,6 +230,9 @@ def test_messages_have_the_flags_of_the_command(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("sys.argv", ["inspect-lens", "probe", "collect"])
     said = in_shell_words("say prompt='q', label=False or layers=[4, 5]", found(app)[1])
     assert said == "say --option prompt='q', --option label=false or --layers=4,5"
+    monkeypatch.setattr("sys.argv", ["inspect-lens", "probe", "train"])
+    said = in_shell_words("control: as in --disjoint control=question", found(app)[1])
+    assert said == "--control: as in --disjoint control=question"
 
 
 def page(*notes: str) -> WrittenView:

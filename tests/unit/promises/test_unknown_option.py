@@ -173,6 +173,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
             names="did you mean 'output_residual_stream'?",
         )
         refused(lambda: call(given, capture_layer=[4]), names="did you mean 'capture_layers'?")
+        refused(lambda: call(given, max_token=4), names="did you mean 'max_tokens'?")
         assert not server.requests
 
 

@@ -229,15 +229,14 @@ class TestThroughInspect:
         with caplog.at_level(logging.WARNING):
             got = values(run(data, [auroc_metric()]))
         assert got["auroc"] == pytest.approx(expected_auroc(data[:-1]))
-        assert "1 of 21 scored samples have no metadata 'label'" in caplog.text
+        assert "1 of 21 scored samples have no 'label' in their metadata" in caplog.text
 
-    def test_no_labels_at_all_is_nan(self) -> None:
-        got = values(
-            run(
-                [{"score": 1.0}] * 2, [auroc_metric(), recall_at_fpr_metric(), threshold_accuracy()]
-            )
-        )
-        assert all(math.isnan(v) for v in got.values())
+    def test_no_labels_at_all_is_nan_and_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        metrics = [auroc_metric(), recall_at_fpr_metric(), threshold_accuracy()]
+        for times in (1, 2):
+            got = values(run([{"score": 1.0}] * 2, metrics))
+            assert all(math.isnan(v) for v in got.values())
+            assert caplog.text.count("2 of 2 scored samples have no 'label'") == times
 
 
 class TestAlone:
