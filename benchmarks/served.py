@@ -49,8 +49,11 @@ ROWS, EVENT_BYTES, SCORES = "rows of events", "bytes that events tell of", "scor
 
 _FIRST, _LAST = "first answer began", "last answer ended"
 _CPU = "API server's CPU until the first answer"
-_SUMS = ("queue", "prefill", "decode", "inference")
-"""What vLLM measures of each request."""
+_SUMS = {
+    **{name: f"vllm:request_{name}_time_seconds_sum" for name in ("queue", "prefill", "decode")},
+    "results waited for": "inspect_lens_wait_seconds_sum",
+}
+"""What a server measures of each request, in the order in which it comes."""
 
 
 class Served:
@@ -118,7 +121,10 @@ class Served:
             "shared_bytes": usage(os.getpid()).shared_bytes,
             "cpu_s": cpu_s,
             "phases": phases
-            | {f"{name}, of each": _grown(name, before, after) / len(drawn) for name in _SUMS},
+            | {
+                f"{name}, of each": (total(after, metric) - total(before, metric)) / len(drawn)
+                for name, metric in _SUMS.items()
+            },
         }
 
     def _post(self, path: str, content: Any) -> None:
@@ -135,11 +141,6 @@ class Served:
     def close(self) -> None:
         """End the server."""
         self._stack.close()
-
-
-def _grown(name: str, before: str, after: str) -> float:
-    sums = [total(metrics, f"request_{name}_time_seconds_sum") for metrics in (before, after)]
-    return sums[1] - sums[0]
 
 
 def body(

@@ -115,17 +115,17 @@ def preemptions(metrics: str) -> int:
     Args:
         metrics: text of its route `/metrics`.
     """
-    return int(total(metrics, "num_preemptions_total"))
+    return int(total(metrics, "vllm:num_preemptions_total"))
 
 
 def total(metrics: str, name: str) -> float:
-    """One of vLLM's metrics, added up over all engines of a server.
+    """A metric of a server, added up over all its engines; 0 where it has none.
 
     Args:
         metrics: text of its route `/metrics`.
-        name: without the prefix `vllm:`.
+        name: as it stands there.
     """
-    found = re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", metrics, re.MULTILINE)
+    found = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", metrics, re.MULTILINE)
     return sum(float(value) for value in found)
 
 
