@@ -147,7 +147,8 @@ class Settings:
     process, if there is more than a handful. Otherwise threads of the Inspect process do it."""
     garbage_threshold: int = 200_000
     """Objects that Python makes before it looks for garbage, in a process that runs evals
-    (`gc.set_threshold`; Python's own is 700). 0 leaves Python's collector as it is."""
+    (`gc.set_threshold`; Python's own is 700). An API server takes 70,000 where this is more. 0
+    leaves Python's collector as it is."""
     parent: int = 0
     """Process with which a vLLM server ends, as a number; the provider sets it for the servers that
     it starts. 0: none."""

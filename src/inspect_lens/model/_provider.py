@@ -7,7 +7,6 @@ asked), `generate` reads the request out of it, Inspect logs the request, and on
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 from collections.abc import AsyncIterable, Collection, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from typing_extensions import override
 
 from inspect_lens._base.arguments import judged_value
+from inspect_lens._base.garbage import collect_less
 from inspect_lens._base.http import no_answer, with_advice
 from inspect_lens._intake import Source
 from inspect_lens._settings import Settings
@@ -144,22 +144,6 @@ def refuse_arrays(name: str, value: Any) -> None:
             )
 
 
-def collect_less() -> None:
-    """Let garbage be collected less often in this process; a collector that is off stays off.
-
-    A threshold that somebody has set higher stays, too. `INSPECT_LENS_GARBAGE_THRESHOLD` is ours,
-    and 0 leaves the collector alone.
-    """
-    ours = Settings.load().garbage_threshold
-    first, *rest = gc.get_threshold()
-    # A threshold of 0 switches the collector off, too.
-    if not gc.isenabled() or first == 0 or first >= ours:
-        return
-    gc.collect()  # what is garbage by now would be kept for ever
-    gc.freeze()
-    gc.set_threshold(ours, *rest)
-
-
 MAX_CONNECTIONS = 64
 _OWN = (
     "capture", "edits", "steer", "edits_meet", "activations", "activations_dir", "probes", "stream",
@@ -240,7 +224,7 @@ class LensAPI(ServerCalls, LensProvider):
         refuse_unknown_arguments(server_args, _OWN, attached=self._init_base_url)
         if not lazy_init:
             self._resolve_server()
-        collect_less()
+        collect_less(Settings.load().garbage_threshold, freezes=True)
 
     # -- server ----------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The garbage collector of a process that runs evals; each case has a process of its own."""
+"""The garbage collector of evals and of a server; each case has a process of its own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ from tests.kit.forks import run_python
 
 PYTHONS = gc.get_threshold()
 OFF = {"INSPECT_LENS_GARBAGE_THRESHOLD": "0"}
+BEGINS = """
+from fastapi import FastAPI
+from inspect_lens._vllm.http.server import begin
+begin(FastAPI())
+"""
+TURNS_OFF = "from inspect_lens._vllm.compat.features import turn_off; turn_off('http', 'x')"
 CASES = {
     "untouched": ("collect_less()", {}),
     "higher": ("gc.set_threshold(300_000, 5, 5); collect_less()", {}),
     "zero": ("gc.set_threshold(0); collect_less()", {}),
     "off": ("gc.disable(); collect_less()", {}),
     "asked": ("collect_less()", OFF),
+    "server": (BEGINS, {}),
+    "server asked": (BEGINS, OFF),
+    "server off": (TURNS_OFF + BEGINS, {}),
     "provider": ("get_model('lens/x', base_url='http://127.0.0.1:9')", {}),
 }
 """By name, what a process does, and its environment."""
@@ -26,7 +35,11 @@ CASES = {
 SAYS = """
 import gc, json, os, sys, weakref
 from inspect_ai.model import get_model
-from inspect_lens.model._provider import collect_less
+from inspect_lens._base import garbage
+from inspect_lens._settings import Settings
+
+def collect_less():
+    garbage.collect_less(Settings.load().garbage_threshold, freezes=True)
 
 class Node: pass
 
@@ -78,3 +91,11 @@ def test_what_somebody_chose_stays(case: str, threshold: list[int], enabled: boo
 
 def test_the_provider_does_it() -> None:
     assert said()["provider"][0] == [200_000, *PYTHONS[1:]]
+
+
+@pytest.mark.parametrize(
+    ("case", "first"),
+    [("server", 70_000), ("server asked", PYTHONS[0]), ("server off", PYTHONS[0])],
+)
+def test_a_server_that_has_the_lens_does_it_in_part(case: str, first: int) -> None:
+    assert said()[case][0] == [first, *PYTHONS[1:]]

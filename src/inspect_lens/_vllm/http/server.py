@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from inspect_lens import _settings
+from inspect_lens._base.garbage import collect_less
 from inspect_lens._base.http import json_bytes
 from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.compat.engine_facts import computing_facts
@@ -148,6 +149,21 @@ def _about(front_end: FrontEnd, payloads: PayloadStore) -> Handler:
         }
 
     return about
+
+
+_GARBAGE = 70_000
+"""Objects, at most, before an API server looks for garbage: after as many, Python looks at all.
+
+Requests leave next to none, and hundreds that are under way at once would be looked at again and
+again.
+"""
+
+
+def begin(app: Any) -> None:
+    """See to an application before its first request."""
+    put_last(app)
+    if is_off("lens") is None and is_off("http") is None:
+        collect_less(min(_settings.Settings.load().garbage_threshold, _GARBAGE))
 
 
 def put_last(app: Any) -> None:
@@ -391,7 +407,7 @@ def _routers(keys: Collection[str], original: Callable[..., Any]) -> Callable[..
         fetch = None if is_off("http") is not None else _fetch(payloads)
         try:
             app.add_middleware(
-                LensBodies, front_end=lambda: _Front.end, keys=keys, fetch=fetch, begin=put_last
+                LensBodies, front_end=lambda: _Front.end, keys=keys, fetch=fetch, begin=begin
             )
         except Exception as error:  # noqa: BLE001 - nor here
             logger.error("inspect_lens: bodies with lens keys are passed over: %s", error)
