@@ -17,7 +17,7 @@ from .statistics._metrics import *
 from .statistics._ranking import *
 from .statistics._words import *
 
-_SHARED = frozenset({"draws_of"})
+_SHARED = frozenset({"draws_of", "percentile_interval"})
 """What other folders draw with, and no user needs."""
 
 if not _names.TYPE_CHECKING:

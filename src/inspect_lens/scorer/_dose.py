@@ -61,9 +61,10 @@ def dose_metric(by: By | None = None, n_resamples: int = 2000, seed: int = 0) ->
     that did not fall apart. Where a name has several doses, the dose stands behind it:
     `ablated x0.5`.
 
-    What cannot be known is left out, such as the interval of one prompt, or an effect where all
-    answers have one value, steered and not, of which a warning is logged. `dose_table` has every
-    row, and why. Every epoch is an answer of its own, and the epochs of a sample are one prompt.
+    What cannot be known is left out, such as the interval of fewer than 8 prompts, or an effect
+    where all answers have one value, steered and not, of which a warning is logged. `dose_table`
+    has every row, and why. Every epoch is an answer of its own, and the epochs of a sample are one
+    prompt.
 
     Args:
         by: `variant` for a sweep of edits and `best` for others by default.

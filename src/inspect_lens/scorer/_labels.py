@@ -73,9 +73,12 @@ def drawn_interval(
     few = arithmetic.count_groups(labels, clusters).too_few
     try:
         if not few:
-            return arithmetic.bootstrap_interval(
+            made = arithmetic.bootstrap_interval(
                 labels, values, statistic=statistic, groups=clusters, n_resamples=RESAMPLES
             )
+            if not math.isnan(made.low):
+                return made
+            few = made.method
     except SpecError as error:
         few = str(error)
     # The samples are paid for; one interval that cannot be told must not fail the eval.

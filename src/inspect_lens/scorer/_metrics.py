@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Interval, draws_of
+from inspect_lens.probe import Interval, draws_of, percentile_interval
 from inspect_lens.reading._shared import shared_parameters
 
 from ._labels import (
@@ -393,8 +393,9 @@ def calibration_error(
             isotonic ones, whose steps are too many to be carried.
         key: of a dict score, whose calibration in `metadata["calibrations"]` is meant.
         interval: also give a 95% bootstrap interval, as `calibration_error_low` and
-            `calibration_error_high`; it draws whole samples with their epochs. The error is
-            never negative, so that few samples make it and its interval too large.
+            `calibration_error_high`; it draws whole samples with their epochs, and is NaN of
+            fewer than 8. The error is never negative, so that few samples make it and its
+            interval too large.
 
     Returns:
         The metric; NaN without labelled samples or without a calibration.
@@ -463,5 +464,4 @@ def _bounds(
     draws = draws_of(labels.size, groups, RESAMPLES, np.random.default_rng(0))
     drawn = (np.repeat(np.arange(labels.size), row) for part in draws for row in part.astype(int))
     made = [arithmetic.expected_calibration_error(labels[i], p[i], n_bins=n_bins) for i in drawn]
-    low, high = np.quantile(made, [0.025, 0.975])
-    return Interval(low=float(low), high=float(high), method="percentile bootstrap")
+    return percentile_interval(np.array(made), n=len(set(groups)), method="percentile bootstrap")

@@ -178,7 +178,7 @@ class DoseRow(NamedTuple):
     """Mean value less that of the unsteered answers; NaN without a prompt that has both, and where
     none can be seen."""
     interval: Interval | None
-    """95%, by a bootstrap of prompts; None for a single prompt."""
+    """95%, by a bootstrap of prompts; None for fewer than 8, and where all have the same effect."""
     coherence: float
     """Share of the answers that have a value and did not fall apart."""
     broken: int
@@ -308,7 +308,7 @@ def _row(
         mean, prompts = curve.points[-1].mean, curve.n_prompts
         if not unseen:
             effect = curve.effect
-            interval = curve.effect_interval if prompts > 1 else None
+            interval = curve.effect_interval if math.isfinite(curve.effect_interval.low) else None
     broken = sum(a.broken for a in answers)
     share = 1.0 - broken / len(answers)
     usable = share >= _USABLE * swept.coherence and share > 0.0 and not unseen

@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Interval, draws_of
+from inspect_lens.probe import Interval, draws_of, percentile_interval
 
 __all__ = ["DosePoint", "DoseResponse", "Response", "dose_response"]
 
 _METHOD = "bootstrap of prompts, percentile"
-_ALONE = "none: of a single prompt nothing is known of others"
 
 
 class Response(NamedTuple):
@@ -85,8 +84,8 @@ def dose_response(
         seed: of the draws.
 
     Returns:
-        The curve. Where the baseline is missing, the flip rate is NaN. Intervals of one prompt
-        are NaN, and their `method` says so.
+        The curve. Where the baseline is missing, the flip rate is NaN. Intervals of fewer than 8
+        prompts, and of what is the same in all of them, are NaN, and their `method` says why.
 
     Raises:
         SpecError: there are no answers, or prompts differ in their scales.
@@ -121,14 +120,10 @@ def dose_response(
     counts = np.concatenate(list(draws_of(len(of), of, n_resamples, rng)))
     counts /= counts.sum(axis=1, keepdims=True)
     curves = counts @ values
-    tails = [(1.0 - confidence) / 2.0, (1.0 + confidence) / 2.0]
 
     def interval(drawn: NDArray[np.float64]) -> Interval:
         # A draw in which nothing changes has no rank correlation; it counts as none.
-        known = drawn[np.isfinite(drawn)]
-        low, high = np.quantile(known, tails) if known.size and n > 1 else (math.nan, math.nan)
-        method = _METHOD if n > 1 else _ALONE
-        return Interval(low=float(low), high=float(high), confidence=confidence, method=method)
+        return percentile_interval(drawn, n=n, confidence=confidence, method=_METHOD)
 
     mean = values.mean(axis=0)
     points = tuple(

@@ -128,7 +128,8 @@ def _page(curves: Mapping[str, DoseResponse], png: bytes, value: str, title: str
 
 
 def _with(value: float, interval: Interval) -> str:
-    return f"{_number(value)} [{_number(interval.low)}, {_number(interval.high)}]"
+    has_ends = np.isfinite([interval.low, interval.high]).all()
+    return f"{_number(value)} {interval:.2f}" if has_ends else _number(value)
 
 
 def _number(value: float) -> str:

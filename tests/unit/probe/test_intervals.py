@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ from scipy.stats import beta, t
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
+    auroc,
+    average_precision,
     bootstrap_interval,
     clopper_pearson,
     conformal_threshold,
@@ -67,6 +70,16 @@ def test_one_class_has_no_interval() -> None:
     assert math.isnan(bootstrap_interval([0, 0], [0.0, 1.0], n_resamples=10).high)
     with pytest.raises(SpecError, match="allowed is 1 or more"):
         bootstrap_interval([0, 1], [0.0, 1.0], n_resamples=0)
+
+
+@pytest.mark.parametrize("method", ["percentile", "bca"])
+@pytest.mark.parametrize("statistic", [auroc, average_precision])
+def test_draws_that_are_all_alike_are_no_certainty(method: Any, statistic: Any) -> None:
+    """Ten positives that all lie above had a recall of [1, 1]."""
+    labels, scores = [1] * 10 + [0] * 50, list(range(60, 0, -1))
+    made = bootstrap_interval(labels, scores, statistic=statistic, method=method, n_resamples=100)
+    assert math.isnan(made.low)
+    assert math.isnan(made.high)
 
 
 def test_bootstrap_agrees_with_delong_and_repeats() -> None:

@@ -55,7 +55,7 @@ def test_a_scale_at_which_nobody_answers_is_not_missed() -> None:
 def test_the_metrics_are_of_the_best_scale_that_leaves_answers_whole() -> None:
     whole = [sample(n) for n in "abcd"]
     assert metrics(*whole) == {
-        "effect": 1.0, "effect_low": 1.0, "effect_high": 1.0, "control_effect": 0.0, "scale": 1.0,
+        "effect": 1.0, "control_effect": 0.0, "scale": 1.0,
         "slope": pytest.approx((1.0 + 2.0) / (1 + 1 + 4)), "coherence": 1.0, "broken": 0.0,
     }  # fmt: skip
     # At 1, where one of four answers broke, the effect is the same; 2 is the one to use.
