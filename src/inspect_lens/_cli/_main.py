@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
@@ -144,6 +145,9 @@ def _root(
 
 def main() -> None:
     """Run the program: what a user can cause becomes one line and an exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed, as >&- does
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     try:
         with libraries_last():
             code = app(prog_name="inspect-lens", standalone_mode=False)

@@ -118,8 +118,10 @@ def check_recipe_options(context: typer.Context, *, with_recipe: bool) -> None:
         )
 
 
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""What a terminal acts on, and halves of characters, which no stream takes."""
+_CONTROL: Final = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""What a terminal acts on or turns round, and halves of characters, which no stream takes."""
 
 
 def printable(text: str) -> str:

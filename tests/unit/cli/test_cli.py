@@ -344,6 +344,8 @@ def test_what_a_stranger_wrote_does_not_steer_the_terminal(
     assert "a\\x1b[2Jb\n" in out
     _, error = run("view", tmp_path / "a\x1b[2J.eval", code=4)
     assert "a\\x1b[2J.eval: there is no such log" in error
+    _, error = run("view", tmp_path / "a\u202elave.eval", code=4)
+    assert "a\\u202elave.eval: there is no such log" in error, "it is shown the right way round"
     # A path that is no UTF-8, on a stream that takes nothing else.
     emit({}, ["caf\udcff.html"], as_json=False)
 

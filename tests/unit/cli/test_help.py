@@ -122,6 +122,17 @@ def test_a_pipe_that_closed_ends_it_silently(line: str) -> None:
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_stream_that_is_closed_is_not_written_to(closed: int) -> None:
+    """It ended with a traceback, as of a service that starts commands without streams."""
+    program = f"exec {sys.executable} -c 'from inspect_lens._cli import main; main()' --version"
+    ended = subprocess.run(
+        ["bash", "-c", f"{program} {closed}>&-"], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("inspect-lens") is (closed == 2)
+
+
 def test_the_version_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("", "--version") == 0
     assert capsys.readouterr().out.startswith("inspect-lens 0.")

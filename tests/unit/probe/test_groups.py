@@ -14,6 +14,7 @@ from inspect_lens.probe import (
     conformal_threshold,
     count_groups,
     delong_interval,
+    rate_interval,
 )
 
 
@@ -85,6 +86,19 @@ def test_perfect_separation_of_few_scenarios_is_worth_few_samples() -> None:
     assert delong_interval(y, y).low == clopper_pearson(100, 100).low
     # Groups of one sample are samples.
     assert delong_interval(y, y, groups=range(200)) == delong_interval(y, y)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 7])
+def test_the_careful_interval_is_the_same_from_either_side(k: int) -> None:
+    """What groups are worth was rounded to whole hits, half of one to none: 0.5 had [0, 0.975]."""
+    groups = np.repeat(np.arange(k), 4).tolist()
+    y, hits = np.tile([0, 0, 1, 1], k), np.tile([1, 0, 1, 0], k)
+    for made in (delong_interval(y, np.zeros(4 * k), groups=groups), rate_interval(hits, groups)):
+        assert made.low == pytest.approx(1.0 - made.high)
+    rng = np.random.default_rng(k)
+    s = rng.normal(size=4 * k)
+    one, other = (delong_interval(labels, s, groups=groups) for labels in (y, 1 - y))
+    assert (one.low, one.high) == pytest.approx((1.0 - other.high, 1.0 - other.low))
 
 
 def test_a_difference_without_variance_is_no_point() -> None:

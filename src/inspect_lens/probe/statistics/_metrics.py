@@ -382,11 +382,11 @@ def rate_interval(
     held = min(int((side > 0).sum()) for side in of_group)
     if held < MIN_GROUPS_PER_CLASS or equal < MIN_EFFECTIVE:
         trials = max(1, math.floor(equal))
-        exact = clopper_pearson(round(share * trials), trials, confidence=confidence)
+        low, high = _beta_bounds(share * trials, trials, check_level(confidence))
         few = f"; too few groups ({k})" if min(k, equal) < MIN_GROUPS_PER_CLASS else ""
         worth_of = "" if trials == k else f", worth {trials} of equal size"
         method = f"clopper-pearson, n = {k} groups{worth_of}{few}"
-        return exact.model_copy(update={"method": method})
+        return Interval(low=low, high=high, confidence=confidence, method=method)
     away = np.bincount(codes, weights=hits - share, minlength=k)
     variance = float((away**2 / (1.0 - size / n)).sum()) / n**2
     tail = (1.0 - check_level(confidence)) / 2.0
@@ -468,11 +468,11 @@ def delong_interval(
         name = f"obuchowski, {counts.total} groups"
     if spread <= 0.0 or area in (0.0, 1.0) or counts.too_few:
         k = max(1, math.floor(counts.effective))
-        exact = clopper_pearson(round(area * k), k, confidence=confidence)
+        low, high = _beta_bounds(area * k, k, level)
         name = "clopper-pearson, n = "
         name += "groups of the smaller class" if counts.several else "smaller class"
         name += f"; {counts.too_few}" if counts.too_few else ""
-        return exact.model_copy(update={"method": name})
+        return Interval(low=low, high=high, confidence=confidence, method=name)
     from scipy.special import expit
     from scipy.stats import t
 
