@@ -38,6 +38,7 @@ def probe_approver(
     tokenizer: str | None = None,
     roles: Sequence[str] | None = None,
     on_missing: OnMissing = "error",
+    told: str = "This call was not approved.",
 ) -> Approver:
     """Refuse tool calls of turns in which a probe is above its threshold, before they run.
 
@@ -64,6 +65,8 @@ def probe_approver(
         below: what happens to the others, and to those of which nothing is read: `approve`, or
             `escalate` to the next approver.
         roles: model roles whose turns are read, where others are left alone; any by default.
+        told: what the model hears of a rejected call. That a probe watches it, and how closely, is
+            in the log alone: `metadata["probe_approver"]` of the approval.
 
     Returns:
         The approver. A turn of which nothing is read is treated as one below the threshold.
@@ -97,13 +100,17 @@ def probe_approver(
     async def approve(
         message: str, call: ToolCall, view: ToolCallView, history: list[ChatMessage]
     ) -> Approval:
-        return _approval(await judge.judge(turn_of(call, history)), judge, action, below)
+        return _approval(await judge.judge(turn_of(call, history)), judge, action, below, told)
 
     return approve
 
 
 def _approval(
-    judged: Judged, judge: TurnJudge, action: Action, below: Literal["approve", "escalate"]
+    judged: Judged,
+    judge: TurnJudge,
+    action: Action,
+    below: Literal["approve", "escalate"],
+    told: str,
 ) -> Approval:
     name, value = judge.reader.probe.name, judged.value
     if value is None:
@@ -118,4 +125,8 @@ def _approval(
         f"{name} scores {value:.4g} in the turn that makes this call, above "
         f"{judge.threshold:.4g}. {done}. {means}"
     )
+    if action == "reject":
+        # Inspect hands the explanation to the model.
+        facts = {"probe_approver": {**(judged.facts or {}), "explanation": said}}
+        said = told
     return Approval(decision=action, explanation=said, metadata=facts)

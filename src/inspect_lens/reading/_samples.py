@@ -23,7 +23,7 @@ from inspect_lens.spec import check_word
 from ._calls import Calls, CallSelection, Turn, find_turn, model_of, read_turns, require_roles
 from ._latents import LatentReader, LatentReading
 from ._reader import ProbeReader, Reading
-from ._rows import in_thread
+from ._rows import has_nothing_to_read, in_thread
 from ._thresholds import Promise, promise, verdict_facts
 
 __all__ = [
@@ -475,6 +475,8 @@ async def read_message(
             model = model_of(turn)
             reader = only_its_own(reader, turn, model)
         call = call_of(message, output)
+        if call is None and turn is not None and has_nothing_to_read(turn.output):
+            return None  # the prompt was too long, and Inspect wrote what stands there
         if call is None:
             layers = list(reader.probe.layers)
             raise NotCapturedError(

@@ -56,6 +56,30 @@ class _Call(NamedTuple):
     """Tokens of an answer that was read; behind them stands one that nobody wrote."""
     scores: ProbeScores | None = None
     """What probes in the engine said of it."""
+    model: str | None = None
+    """Who made it, as Inspect names models; None where no event tells."""
+
+
+class ModelTexts:
+    """Texts of tokens by the model that made a call; a log has several where calls have roles."""
+
+    def __init__(self, model: str, tokenizer: str | None) -> None:
+        self.model = model
+        """Whose texts stand where no model is named."""
+        self._tokenizer = tokenizer
+        self._texts: dict[str, TokenTexts] = {}
+
+    def of(self, model: str | None) -> TokenTexts:
+        """Texts of one model."""
+        name = model or self.model
+        if name not in self._texts:
+            self._texts[name] = TokenTexts.of(name, tokenizer=self._tokenizer)
+        return self._texts[name]
+
+    @property
+    def notes(self) -> list[str]:
+        """Why texts of a model that was asked for are not known."""
+        return list(dict.fromkeys(texts.note for texts in self._texts.values() if texts.note))
 
 
 class _Ids(NamedTuple):
@@ -110,8 +134,14 @@ def open_log(log: EvalLog | str) -> OpenLog:
     return OpenLog(header, log, samples, total)
 
 
+def model_shown(sample: EvalSample, kept: SavedScores, opened: OpenLog) -> str:
+    """The model whose calls a page shows, by those of its first sample."""
+    found = (call.model for call in _calls(sample, kept, opened.location))
+    return next(filter(None, found), opened.header.eval.model)
+
+
 def read_sample(
-    sample: EvalSample, sources: Sequence[Source], texts: TokenTexts, *, location: str
+    sample: EvalSample, sources: Sequence[Source], known: ModelTexts, *, location: str
 ) -> SampleView:
     """Score every captured call; one whose activations are not here has what scorers kept."""
     kept = read_saved(sample)
@@ -121,7 +151,7 @@ def read_sample(
     start = 0
     for call in _calls(sample, kept, location):
         records = kept.of(call.choice.message.id)
-        ids = _ids_of(call, records)
+        ids, texts = _ids_of(call, records), known.of(call.model)
         if ids is not None:
             part = _read_call(call, ids, records, sources, texts, before=before, start=start)
         else:
@@ -185,7 +215,7 @@ def _calls(sample: EvalSample, kept: SavedScores, location: str) -> Iterator[_Ca
                 seen |= {handle.sha256 if handle else "", choice.message.id or ""}
                 if isinstance(event, ModelEvent):
                     scores = kept.scores.get(choice.message.id or "")
-                    yield _Call(event.input, choice, handle, scores=scores)
+                    yield _Call(event.input, choice, handle, scores=scores, model=event.model)
                 else:
                     yield _Call(_before(sample, choice), choice, handle, given_length(output))
     handle = activations(sample.output, log=location)

@@ -125,12 +125,13 @@ def choose_probes(
     asked: Sequence[str | Path | AnyProbe],
     header: EvalLog,
     first: EvalSample,
+    model: str,
     *,
     any_model: bool,
     have_kept: bool = False,
 ) -> tuple[list[AnyProbe], list[str]]:
-    """Load the probes of a page."""
-    model = header.eval.model.partition("/")[2].partition(":")[0]
+    """Load the probes of a page, for a model as Inspect names it."""
+    model = model.partition("/")[2].partition(":")[0]
     notes: list[str] = []
     probes = [load_probe(name) for name in asked]
     if not asked:

@@ -13,7 +13,6 @@ from inspect_ai.log import EvalLog
 
 from inspect_lens._base.labels import label_of
 from inspect_lens._base.progress import progress_bar
-from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import know_log
 from inspect_lens.model._places import no_samples
@@ -21,7 +20,7 @@ from inspect_lens.model._request import capture_advice
 from inspect_lens.probe import AnyProbe, write_atomic
 from inspect_lens.spec import several
 
-from ._log import OpenLog, open_log, read_sample
+from ._log import ModelTexts, OpenLog, model_shown, open_log, read_sample
 from ._page import LEVELS, Range, SampleView, TokenTable, pack_sample, ranges, render
 from ._series import Source, choose_probes, kept_sources, make_sources, origin_notes, read_saved
 
@@ -119,14 +118,14 @@ def write_view(
         raise no_samples(opened.header, opened.location or "log")
     if opened.location:
         know_log(opened.location, follow=follow)
-    kept = read_saved(first).all() if not probes else []
+    saved = read_saved(first)
+    kept = saved.all() if not probes else []
+    texts = ModelTexts(model_shown(first, saved, opened), tokenizer)
     loaded, notes = choose_probes(
-        probes, opened.header, first, any_model=any_model, have_kept=bool(kept)
+        probes, opened.header, first, texts.model, any_model=any_model, have_kept=bool(kept)
     )
     sources = make_sources(loaded, tokenizer)
     sources += kept_sources(kept, sources)
-    texts = TokenTexts.of(opened.header.eval.model, tokenizer=tokenizer)
-    notes += [texts.note] if texts.note else []
     samples: list[SampleView] = []
     total = min(limit or opened.total, opened.total)
     with progress_bar("samples", total=total, done=0, show=progress) as step:
@@ -134,8 +133,8 @@ def write_view(
             samples.append(read_sample(sample, sources, texts, location=opened.location))
             step()
     _require_scores(samples, sources, opened)
-    notes += origin_notes(samples)
-    return _write(target, opened, samples, sources, notes, texts.is_known, max_bytes)
+    notes += [*texts.notes, *origin_notes(samples)]
+    return _write(target, opened, samples, sources, notes, texts, max_bytes)
 
 
 def _open(log: EvalLog | str | Path) -> OpenLog:
@@ -204,7 +203,7 @@ def _write(
     samples: Sequence[SampleView],
     sources: Sequence[Source],
     notes: list[str],
-    has_texts: bool,
+    texts: ModelTexts,
     max_bytes: int,
 ) -> WrittenView:
     spread = ranges(samples, len(sources))
@@ -227,7 +226,7 @@ def _write(
     without = sum(not np.isfinite(s.token_scores).any() for s in shown)
     if without and not any(call.origin == "none" for s in shown for call in s.calls):
         notes.append(f"{without} of {len(shown)} samples captured nothing that these probes read.")
-    facts = _facts(opened, shown, sources, spread, notes) | {"tokens": table.columns()}
+    facts = _facts(opened, texts.model, shown, sources, spread, notes) | {"tokens": table.columns()}
     page = render("page.html", title=str(opened.header.eval.task), facts=facts, blocks=blocks)
     content = page.encode()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +236,7 @@ def _write(
         n_without=without, n_calls=sum(len(s.calls) for s in shown),
         n_tokens=sum(int((s.token_ids >= 0).sum()) for s in shown),
         n_scored=sum(int(np.isfinite(s.token_scores[0]).sum()) for s in shown),
-        series=tuple(_name(source) for source in sources), has_texts=has_texts,
+        series=tuple(_name(source) for source in sources), has_texts=not texts.notes,
         n_kept=sum(call.origin == "kept" for s in shown for call in s.calls),
         n_lost=sum(call.origin == "none" for s in shown for call in s.calls),
         notes=tuple(notes),
@@ -246,6 +245,7 @@ def _write(
 
 def _facts(
     opened: OpenLog,
+    model: str,
     samples: Sequence[SampleView],
     sources: Sequence[Source],
     spread: Sequence[Range],
@@ -257,7 +257,7 @@ def _facts(
         "format": "inspect_lens.view/1",
         "levels": LEVELS,
         "log": {
-            "task": spec.task, "model": spec.model, "created": str(spec.created),
+            "task": spec.task, "model": model, "created": str(spec.created),
             "name": opened.location.rpartition("/")[2], "status": opened.header.status,
         },
         "notes": list(notes),

@@ -12,6 +12,7 @@ from inspect_ai import Task, eval
 from inspect_ai.agent import Agent, AgentState, agent, react
 from inspect_ai.approval import Approval, ApprovalPolicy, Approver, approver
 from inspect_ai.dataset import Sample
+from inspect_ai.event import ApprovalEvent
 from inspect_ai.log import EvalLog
 from inspect_ai.model import execute_tools, get_model
 from inspect_ai.solver import generate, use_tools
@@ -26,6 +27,7 @@ from inspect_lens.solver import (
     contrastive_pairs,
     probe_gate,
     steering_sweep,
+    with_capture,
 )
 from tests.kit.fake_server import FakeLensServer
 
@@ -235,6 +237,23 @@ def test_the_tasks_own_approvers_apply_behind_the_gate(server: FakeLensServer) -
     assert log.status == "success", log.error
     assert sent_by(log) == []
     assert [d.outcome for d in decisions(log)] == ["passed", "stopped"]
+
+
+def test_a_model_hears_nothing_of_the_probe_that_rejects_its_call(server: FakeLensServer) -> None:
+    plain, polite = probe_approver("tiny/p", CUT), probe_approver("tiny/p", CUT, told="Not now.")
+    for watch, said in ((plain, "This call was not approved."), (polite, "Not now.")):
+        says(server, *THREE)
+        log = evaluate(
+            server, with_capture([LAYER], inner=react(tools=[send()], submit=False)), watch
+        )
+        assert sent_by(log) == ["one", "three"]
+        (refused,) = [m for m in sample(log).messages if m.role == "tool" and m.error is not None]
+        assert refused.error is not None
+        assert (refused.error.message, refused.text) == (said, "")
+        events = [e for e in sample(log).events if isinstance(e, ApprovalEvent)]
+        (facts,) = [e.metadata or {} for e in events if e.decision == "reject"]
+        assert facts["probe_approver"]["value"] > CUT
+        assert f"above {CUT:.4g}" in facts["probe_approver"]["explanation"]
 
 
 def test_an_approver_passes_on_and_says_what_is_missing(server: FakeLensServer) -> None:

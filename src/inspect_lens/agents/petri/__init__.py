@@ -13,7 +13,14 @@ from inspect_lens.agents._ask import Ask  # noqa: E402 - after the check
 
 from ._approver import eval_awareness_approver  # noqa: E402 - after the check
 from ._target import lens_audit_solver, lens_target_agent  # noqa: E402 - after the check
-from ._tools import STEER, Steering, ask_activation_oracle, read_probe, steer_target  # noqa: E402 - after the check
+from ._tools import (  # noqa: E402 - after the check
+    STEER,
+    Steering,
+    ask_activation_oracle,
+    read_probe,
+    steer_target,
+    takes_steering,
+)
 
 __all__ = [
     "STEER",
@@ -25,4 +32,5 @@ __all__ = [
     "lens_target_agent",
     "read_probe",
     "steer_target",
+    "takes_steering",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from inspect_lens.reading import OnMissing
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import Add, CaptureSpec, Positions
 
-from ._tools import STEER, ask_activation_oracle, read_probe, steer_target
+from ._tools import STEER, ask_activation_oracle, read_probe, steer_target, takes_steering
 
 
 @agent(name="lens_target")
@@ -89,7 +89,7 @@ def lens_target_agent(
         target = get_model(model) if model is not None else get_model(role="target")
         generate = context.replayable(target.generate, surface_errors=True)
         vectors = first
-        try:
+        with suppress(ExitSignal), takes_steering(context):
             await context.wait_for_resume()
             await _open(state, context, system_required=system_required)
             while True:
@@ -109,8 +109,7 @@ def lens_target_agent(
                     )
                 state.messages.append(state.output.message)
                 await _answer(state, context, state.output)
-        except ExitSignal:
-            return state
+        return state
 
     return execute
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from uuid import uuid4
 
 from inspect_ai.model import ChatMessageAssistant, get_model
 from inspect_ai.tool import Tool, ToolDef, ToolError, tool
-from inspect_petri.target import Slot, controller
+from inspect_petri.target import Slot, TargetContext, controller
 
 from inspect_lens.agents._ask import Ask, choose_ask
 from inspect_lens.errors import LensError, SpecError
@@ -62,6 +63,50 @@ def steering(
     if not math.isfinite(scale) or abs(scale) > limit:
         raise SpecError(f"scale={scale!r}; allowed are numbers between -{limit:g} and {limit:g}")
     return Steering(name, scale, as_steering(known[name], scale))
+
+
+_TAKERS: set[int] = set()
+"""Audits whose target takes vectors, by the id of the metadata that both sides are given."""
+
+
+@contextmanager
+def takes_steering(context: TargetContext) -> Iterator[None]:
+    """Say of a target of your own that it takes `STEER`, while it runs.
+
+    `steer_target` refuses a target that does not say so, such as Petri's own: the auditor would
+    believe that it is steered. `lens_target_agent` says it.
+
+    Args:
+        context: that Petri gives to the target.
+
+    Yields:
+        Nothing.
+
+    Example:
+        ```python
+        from inspect_ai.agent import AgentState, agent
+        from inspect_petri.target import TargetContext
+
+        from inspect_lens.agents.petri import STEER, takes_steering
+
+
+        @agent
+        def my_target():
+            async def execute(state: AgentState, context: TargetContext) -> AgentState:
+                with takes_steering(context):
+                    await context.wait_for_resume()
+                    staged = context.take(STEER)  # a `Steering`, or None
+                return state
+
+            return execute
+        ```
+    """
+    key = id(context.metadata)
+    _TAKERS.add(key)
+    try:
+        yield
+    finally:
+        _TAKERS.discard(key)
 
 
 SCALE_LIMIT = 100.0
@@ -227,7 +272,7 @@ def steer_target(
 
     Raises:
         ArtifactError: no such vector.
-        SpecError: one is no vector.
+        SpecError: one is no vector; while it runs, the target takes none.
 
     Example:
         ```python
@@ -268,6 +313,11 @@ def steer_target(
         except LensError as error:
             raise ToolError(str(error)) from error
         anchor = await drive.stage_with_anchor(STEER, staged)
+        if id(drive.state.metadata) not in _TAKERS:
+            raise SpecError(
+                "steer_target: this target takes no vectors, so its replies would not be steered; "
+                "allowed is target=lens_target_agent(…)"
+            )
         if staged.name is None:
             return f"[{anchor}] The target is not steered from its next reply on."
         how = f"{staged.name} times {scale:g}"
