@@ -220,12 +220,11 @@ def draw_transfer(probes: Mapping[str, AnyProbe] | Sequence[AnyProbe]) -> bytes:
         assert draw_transfer(probes)[1:4] == b"PNG"
         ```
     """
-    listed = probes if isinstance(probes, Mapping) else [(p.name, p) for p in probes]
-    named = dict(listed)
-    if len(named) < len(listed):
+    named = probes if isinstance(probes, Mapping) else {p.name: p for p in probes}
+    if len(named) < len(probes):
         raise SpecError(
-            f"probes={[name for name, _ in listed]}: one name is there twice; allowed are names of "
-            "their own; pass a dict"
+            f"probes: {len(probes)} with the names {[*named]}; allowed are names of their own; "
+            "pass a dict"
         )
     found: dict[str, dict[str, Evaluation]] = {
         name: {e.name: e for e in probe.card.evaluations if e.auroc is not None}
