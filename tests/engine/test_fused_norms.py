@@ -25,15 +25,24 @@ TWO = {"tensor_parallel_size": 2}
 BOTH = TWO | {"pipeline_parallel_size": 2}
 
 
-@pytest.mark.parametrize("options", [{}, TWO, BOTH], ids=["one", "tensor", "tensor-pipeline"])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("FusedLlamaForCausalLM", {}),
+        ("FusedLlamaForCausalLM", TWO),
+        ("FusedLlamaForCausalLM", BOTH),
+        ("PartlyFusedLlamaForCausalLM", TWO),
+        ("PartlyFusedLlamaForCausalLM", BOTH),
+    ],
+)
 def test_rows_and_steering_equal_hugging_face(
-    options: dict[str, Any], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, options: dict[str, Any], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = replace(LLAMA, sites=SITES[options.get("tensor_parallel_size", 1)])
     monkeypatch.setenv("INSPECT_LENS_SITES", ",".join(case.sites))
     monkeypatch.setenv("INSPECT_LENS_REQUIRED", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join("01" * len(options)) or "0")
-    options = stand_in("fused_layers:FusedLlamaForCausalLM") | options
+    options = stand_in(f"fused_layers:{model}") | options
     engine = start(tiny_folder, enable_prefix_caching=False, enforce_eager=True, **options)
     judge = Judge(case, tiny_folder, torch.float32)
     try:

@@ -229,6 +229,9 @@ OF_SOME_MODELS: tuple[str, ...] = (
     *PLAIN_IN_ONE_MODEL,
     # Of `fused_norms.py`.
     "vllm.models.common.ops.fused_allreduce_rms_norm:fused_allreduce_rms_norm",
+    "vllm.model_executor.layers.fused_allreduce_gemma_rms_norm:fused_allreduce_gemma_rms_norm",
+    "vllm.models.minimax_m3.nvidia.model:MiniMaxM3DecoderLayer.ffn_all_reduce_deferred",
+    "vllm.models.minimax_m3.nvidia.model:MiniMaxM3DecoderLayer.fuse_input_allreduce",
     "vllm.models.deepseek_v32.nvidia.model:DeepseekV32DecoderLayer.attn_in",
     "vllm.models.deepseek_v32.nvidia.model:DeepseekV32DecoderLayer.use_sequence_parallel",
 )

@@ -1,11 +1,11 @@
 """Models that fuse a norm with what comes before it: taps get the stream all the same.
 
-DeepSeek V3.2 and GLM-5 on a GPU (`vllm.models`), seen in 0.33. With tensor parallelism a block
-leaves its last sum over ranks to the norm in front of the next one. So what it returns is a share,
-which here is summed up where the block ends, and the norm that follows then adds only. That is what
-vLLM does by itself where it has no FlashInfer, at another place. Without tensor parallelism the
-first norm is computed together with the embedding, from a stream that no edit has reached; the
-block then computes it again.
+DeepSeek V3.2, GLM-5 and MiniMax-M3 on a GPU (`vllm.models`). With tensor parallelism a block leaves
+its last sum over ranks to the norm in front of the next one; of MiniMax-M3 some blocks do, and none
+on a pipeline. So what it returns is a share, which here is summed up where the block ends, and the
+norm that follows then adds only. That is what vLLM does by itself where it has no FlashInfer, at
+another place. Without tensor parallelism DeepSeek's first norm is computed together with the
+embedding, from a stream that no edit has reached; the block then computes it again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from inspect_lens.errors import UnsupportedError
 
 __all__ = ["undo_fusion"]
 
-_SUMMING_NORM = "fused_allreduce_rms_norm"
-"""Function that sums a tensor over ranks, adds it to the residual, and applies a norm."""
+_SUMMING_NORMS = ("fused_allreduce_rms_norm", "fused_allreduce_gemma_rms_norm")
+"""Functions that sum a tensor over ranks, add it to the residual, and apply a norm."""
+_LEAVES_SUM = "ffn_all_reduce_deferred"
+"""Attribute of a block: whether the second function has to complete what it returns."""
+_GETS_SHARE = "fuse_input_allreduce"
+"""Attribute of a block: whether its first norm calls that function."""
 _FIRST_NORM = "attn_in"
 """Argument of a block: its first norm of the embedding, or None."""
 _SPLITS_TOKENS = "use_sequence_parallel"
@@ -44,9 +48,9 @@ class _Sum:
             return norm(hidden, residual)
         return self._original(hidden, residual, norm)
 
-    def begin(self, *, is_first_stage: bool) -> None:
+    def begin(self, *, is_whole: bool) -> None:
         """Stages of a pipeline send the whole sum to the next one."""
-        self._is_whole = not is_first_stage
+        self._is_whole = is_whole
 
     def complete(self, output: tuple[Any, ...]) -> tuple[Any, ...]:
         from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
@@ -83,23 +87,26 @@ def undo_fusion(
 
         undo.callback(here[0].register_forward_pre_hook(drop, with_kwargs=True).remove)
     forward = inspect.unwrap(type(here[0]).forward)
-    if ranks == 1 or _SUMMING_NORM not in forward.__code__.co_names:
+    name = next((one for one in _SUMMING_NORMS if one in forward.__code__.co_names), None)
+    shares = [block for block in here if getattr(block, _LEAVES_SUM, name == _SUMMING_NORMS[0])]
+    if ranks == 1 or name is None or not shares:
         return
-    original = forward.__globals__[_SUMMING_NORM]
-    total = _Sum(original)
+    original = forward.__globals__[name]
+    # Engines of one process share it: their passes come one after another, and each begins anew.
+    total = getattr(original, "__self__", None) or _Sum(original)
     # The model in front of the last norm has it from another import than its blocks may have.
     for module in [*sys.modules.values()]:
         # None stands for a module that nobody is to import.
-        if getattr(module, "__dict__", {}).get(_SUMMING_NORM) is original:
-            undo.callback(setattr, module, _SUMMING_NORM, original)
-            setattr(module, _SUMMING_NORM, total.norm)
+        if getattr(module, "__dict__", {}).get(name) is original:
+            undo.callback(setattr, module, name, original)
+            setattr(module, name, total.norm)
 
     def begin(*_: Any) -> None:
-        total.begin(is_first_stage=is_first_stage)
+        total.begin(is_whole=not is_first_stage and getattr(here[0], _GETS_SHARE, True))
 
     def complete(_block: Any, _args: Any, output: Any) -> Any:
         return total.complete(output)
 
     undo.callback(here[0].register_forward_pre_hook(begin).remove)
-    for block in here:
+    for block in shares:
         undo.callback(block.register_forward_hook(complete).remove)

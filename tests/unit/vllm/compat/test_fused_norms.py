@@ -49,6 +49,54 @@ def test_every_module_that_has_the_function_gets_it_back(monkeypatch: pytest.Mon
     assert here.fused_allreduce_rms_norm is other.fused_allreduce_rms_norm is original
 
 
+class Partly(nn.Module):
+    """Of MiniMax-M3: whether it leaves its sum, and whether its first norm gets one, is told."""
+
+    def __init__(self, *, leaves: bool, gets: bool) -> None:
+        super().__init__()
+        self.ffn_all_reduce_deferred, self.fuse_input_allreduce = leaves, gets
+
+    def forward(self, hidden_states: Any, residual: Any = None) -> Any:
+        return fused_allreduce_gemma_rms_norm(hidden_states, residual, lambda *_: "added")
+
+
+def fused_allreduce_gemma_rms_norm(hidden: Any, residual: Any, norm: Any) -> Any:
+    return "summed", norm
+
+
+def test_only_what_a_block_leaves_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "vllm.distributed.communication_op.tensor_model_parallel_all_reduce"
+    monkeypatch.setattr(place, lambda part: f"all of {part}")
+    before = fused_allreduce_gemma_rms_norm
+    with ExitStack() as undo:
+        for leaves in ((False, False), (True, False)):
+            first, second = (
+                Partly(leaves=leave, gets=gets)
+                for leave, gets in zip(leaves, (False, *leaves), strict=False)
+            )
+            undo_fusion([first, second], undo, ranks=2, is_first_stage=False)
+            # A stage in the middle gets the whole sum, but its first block calls no fused norm.
+            assert first(1)[0] == ("all of summed" if leaves[0] else "summed")
+            assert second(2)[0] == ("a" if leaves[0] else "summed")
+    assert fused_allreduce_gemma_rms_norm is before
+
+
+def test_engines_of_one_process_share_what_is_put_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that is not the last leaves a whole sum behind, which is nobody else's."""
+    place = "vllm.distributed.communication_op.tensor_model_parallel_all_reduce"
+    monkeypatch.setattr(place, lambda part: part)
+    before, kept = fused_allreduce_rms_norm, ExitStack()
+    one, other = Block(), Block()
+    with kept:
+        for block in (one, other):
+            undo_fusion([block], kept, ranks=2, is_first_stage=True)
+        assert one(1, 2)[0] == "summed"
+        assert other(1, 2)[0] == "summed"
+        assert one(1, 2)[0] == "summed"
+    assert fused_allreduce_rms_norm is before
+    assert other(1, 2) == ("summed", other)
+
+
 def test_blocks_that_split_tokens_over_ranks_are_refused() -> None:
     block = Block()
     block.use_sequence_parallel = True  # type: ignore[assignment]
