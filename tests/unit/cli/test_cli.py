@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from inspect_lens import published_settings
@@ -44,6 +46,22 @@ def collect(run: Run, server: FakeLensServer, name: str, *words: object) -> Any:
         DATA / f"{name}.jsonl", "--out", f"acts/{name}", "--base-url", server.url,
         "--positions", "prompt", "--max-tokens", 3, *words,
     )  # fmt: skip
+
+
+def test_what_is_written_as_json_is_read_by_strict_parsers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = {
+        "area": math.nan, "far": -math.inf, "n": np.int64(3), "share": np.float32(0.5),
+        "is": np.bool_(True), "rows": np.arange(2), "at": Path("p"), "text": "\u202e", 4: (1.0,),
+    }  # fmt: skip
+    emit(result, [], as_json=True)
+    out, _ = capsys.readouterr()
+    assert out.isascii()
+    assert json.loads(out, parse_constant=lambda word: pytest.fail(word)) == {
+        "area": None, "far": None, "n": 3, "share": 0.5, "is": True, "rows": [0, 1], "at": "p",
+        "text": "\u202e", "4": [1.0],
+    }  # fmt: skip
 
 
 @pytest.mark.slow
