@@ -17,8 +17,10 @@ import pytest
 from tests.engine.test_kills import LAYERS, MODEL, OPTIONS, stop_and_kill
 from tests.kit.api_server import ApiServer, api_server
 from tests.kit.trace_collector import Collector, collector
+from tests.kit.waiting import until
 
-pytestmark = pytest.mark.engine
+# The start has a limit of its own, which a loaded machine does not reach.
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900, func_only=True)]
 
 
 @dataclass
@@ -63,12 +65,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 def _each(server: ApiServer) -> list[Server]:
-    pids = [
-        child.pid
-        for child in psutil.Process(server.pid).children(recursive=True)
-        if _listens(child.pid, int(server.url.rpartition(":")[2]))
-    ]
-    assert len(pids) == 2, _titles(server.pid)
+    port = int(server.url.rpartition(":")[2])
+
+    def listening() -> list[int]:
+        below = psutil.Process(server.pid).children(recursive=True)
+        return [child.pid for child in below if _listens(child.pid, port)]
+
+    assert until(lambda: len(listening()) == 2, 600.0), _titles(server.pid)
+    pids = listening()
     made = []
     for pid, other in (pids, pids[::-1]):
         # While the other one is stopped, this one takes the connection.
