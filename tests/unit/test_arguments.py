@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
+from dataclasses import replace
+from enum import IntEnum
 from typing import Any
 
 import anyio
@@ -13,11 +16,14 @@ import torch
 from inspect_ai.model import GenerateConfigArgs
 
 from inspect_lens import judged_arguments
+from inspect_lens._base.arguments import warn_caller
 from inspect_lens.attention import load_heads
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.lens import load_lens
 from inspect_lens.oracle import ask_oracle, load_oracle
-from inspect_lens.probe import load_probe
+from inspect_lens.probe import CaptureFacts, ProbeCard, load_probe
+from inspect_lens.reading import LatentReader
+from inspect_lens.sae import SparseAutoencoder
 from inspect_lens.scorer import (
     attention_tracker,
     calibration_error,
@@ -28,6 +34,19 @@ from inspect_lens.scorer import (
     recall_at_fpr_metric,
 )
 from inspect_lens.solver import causal_trace, contrastive_pairs, steering_sweep, with_capture
+from inspect_lens.train import (
+    ActivationSet,
+    LDAProbe,
+    extract_vector,
+    fit_condition,
+    fit_layers,
+    fit_on,
+    from_arrays,
+    refusal_candidates,
+    select_layer,
+    split_by_group,
+    train_probe,
+)
 from inspect_lens.vector import load_vector
 
 PROBE = "organism/deception-lr"
@@ -166,3 +185,77 @@ def test_an_argument_that_is_not_there_is_a_type_error_with_the_nearest_name() -
     with pytest.raises(TypeError, match=r"len\(\) takes") as error:
         strict("x", 1)
     assert not isinstance(error.value, SpecError), "a fault inside is none of the call"
+
+
+class Block(IntEnum):
+    FIRST = 0
+    SECOND = 1
+
+
+def _set(name: str, n: int, seed: int, positive: float = 0.5) -> ActivationSet:
+    rng = np.random.default_rng(seed)
+    labels = rng.permutation(n) < positive * n
+    acts = ((rng.normal(size=(2, 3, 4)) + 2 * y).astype(np.float32) for y in labels)
+    return ActivationSet(
+        name=name, model="org/tiny", layers=(0, 1), labels=labels, acts=tuple(acts),
+        groups=tuple(f"{name}/{i}" for i in range(n)),
+        ids=tuple(f"{name}/{i}" for i in range(n)),
+    )  # fmt: skip
+
+
+TRAIN, OTHER, CONTROL = _set("train", 80, 0), _set("other", 80, 1), _set("control", 400, 2, 0.0)
+VECTOR = extract_vector(TRAIN, name="t/v")
+CARD = ProbeCard(name="t/p", layers=(0,), hidden=4)
+AUTOENCODER = SparseAutoencoder(
+    hook="blocks.1.hook_resid_post",
+    weight=np.ones((3, 4), np.float32),
+    bias=np.zeros(3, np.float32),
+    decoder=np.ones((3, 4), np.float32),
+    decoder_bias=np.zeros(4, np.float32),
+)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        TRAIN.rows, TRAIN.sequences, VECTOR.raw, VECTOR.to_steering,
+        lambda n: VECTOR.to_steering([n]),
+        lambda n: TRAIN.pooled(n, "mean"),
+        lambda n: list(TRAIN.selected([n])),
+        lambda n: train_probe(LDAProbe(), TRAIN, name="t/p", control=CONTROL, layers=[n]),
+        lambda n: select_layer(LDAProbe(), TRAIN, OTHER, card=CARD, layers=[n]),
+        lambda n: fit_on(LDAProbe(), TRAIN, n),
+        lambda n: fit_on(LDAProbe(), TRAIN, [n]),
+        lambda n: list(fit_layers(LDAProbe(), TRAIN, [n])),
+        lambda n: extract_vector(TRAIN, name="t/v", layer=n, layers=[n]),
+        lambda n: extract_vector(TRAIN, name="t/v", rows=n),
+        lambda n: fit_condition(VECTOR, TRAIN, layers=[n]),
+        lambda n: refusal_candidates(OTHER, TRAIN, n_positions=n),
+        lambda n: from_arrays([np.zeros((1, 2, 4))] * 2, [0, 1], layers=[n], model="m"),
+        lambda n: split_by_group(TRAIN, seed=n),
+        lambda n: LatentReader.of(AUTOENCODER, {"a": n}),
+        lambda n: AUTOENCODER.latents({0: 1.0}, layers=[n]),
+    ],
+)  # fmt: skip
+def test_integers_are_those_of_python_numpy_and_enumerations_and_no_flags_or_fractions(
+    use: Any,
+) -> None:
+    for number in (1, np.int64(1), np.uint8(1), np.array(1), torch.tensor(1), Block.SECOND):
+        assert use(number) is not None
+    for wrong in (True, np.bool_(True), 1.0, np.float32(1.0), 1.5):
+        with pytest.raises(SpecError, match="; allowed"):
+            use(wrong)
+
+
+def test_a_warning_is_of_the_line_that_called_this_package() -> None:
+    few = TRAIN.subset(range(40))
+    made = replace(few, acts=tuple(a * [1, 1, 1, 1e-9] for a in few.acts))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_probe(
+            LDAProbe(), made, name="t/p", control=CONTROL, selection=OTHER, recall_floor=1.0,
+            held_out=[replace(_set("test", 40, 3), capture=CaptureFacts(dtype="float16"))],
+        )  # fmt: skip
+        warn_caller("here")
+    assert {w.filename for w in caught} == {__file__}
+    assert len(caught) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
@@ -17,6 +18,14 @@ from inspect_lens.spec import check_word, plain_number, several, shown
 def one_or_several(given: str | Iterable[str]) -> tuple[str, ...]:
     """The texts that were given: one alone is a text, and not a sequence of letters."""
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def warn_caller(text: str, kind: type[Warning] = UserWarning) -> None:
+    """Warn at the line that called this package, however deep in it this is found."""
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_globals.get("__name__", "").startswith("inspect_lens."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, kind, stacklevel=level)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -223,7 +232,7 @@ def _list(name: str, value: Any, kind: Any) -> Any:
     of = get_args(kind)
     items = several(value)
     if not items and name in _NEEDED:
-        raise SpecError(f"{name}=[]; allowed is a list that names at least one; leave it out")
+        raise SpecError(f"{name}=[]; allowed is a list that names at least one")
     if get_origin(kind) is tuple and Ellipsis not in of and len(of) != len(items):
         raise _Unfit
     found = [_as(name, plain_number(one), of[0]) for one in items]

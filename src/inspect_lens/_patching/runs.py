@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -11,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import warn_caller
 from inspect_lens._base.token_texts import tokens_at
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
@@ -232,11 +232,10 @@ def warn_without_space(prompt: Prompt, **answers: str | int | None) -> None:
     for name, answer in answers.items():
         if isinstance(answer, str) and _is_letter(text[-1:]) and _is_letter(answer[:1]):
             last = text.split()[-1]
-            warnings.warn(
+            warn_caller(
                 f"{name}={shown(answer)}: goes on in the word that the prompt ends with, "
                 f"{last + answer!r}, which the model hardly ever writes; where it is a word of its "
                 f"own, write {' ' + answer!r}",
-                stacklevel=5,  # behind what judges arguments
             )
 
 

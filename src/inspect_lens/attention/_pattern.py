@@ -398,6 +398,7 @@ class QueriesKeys:
         """Tokens, from position 0."""
         return self.q.shape[1]
 
+    @judged_arguments
     def patterns(
         self,
         layer: int,
@@ -424,6 +425,7 @@ class QueriesKeys:
             *self._layer(layer, () if heads is None else heads), heads=heads, queries=queries
         )
 
+    @judged_arguments
     def attention_to(
         self, heads: Sequence[Head], spans: Sequence[Span], *, queries: Sequence[int] | None = None
     ) -> NDArray[np.float32]:
@@ -453,6 +455,7 @@ class QueriesKeys:
 
         return self._of_heads(heads, queries, sums)
 
+    @judged_arguments
     def mean_attention(
         self, heads: Sequence[Head], *, queries: Sequence[int] | None = None
     ) -> NDArray[np.float32]:

@@ -11,6 +11,7 @@ import numpy as np
 from inspect_ai.model import Model
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.concurrency import together
 from inspect_lens._base.progress import progress_bar
 from inspect_lens.data import Captured
@@ -32,6 +33,7 @@ class FedAgain(NamedTuple):
     """What computed them; empty where the server does not tell."""
 
 
+@judged_arguments
 async def feed_again(
     model: str | Model,
     samples: Sequence[Captured],

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, Self
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import LabelSource
 from inspect_lens.spec import check_word
@@ -174,6 +175,7 @@ class ProbeDataset:
             "sha256": self.sha256, "n_samples": len(self)
         }  # fmt: skip
 
+    @judged_arguments
     def take(self, indices: Sequence[int], *, name: str | None = None) -> Self:
         """The samples at the given indices, in that order.
 
@@ -185,6 +187,7 @@ class ProbeDataset:
             self, name=name or self.name, samples=tuple(self.samples[i] for i in indices)
         )
 
+    @judged_arguments
     def overlap(self, other: ProbeDataset, *, n: int = 8) -> tuple[str, ...]:
         """Samples whose text shares a run of words with another set.
 

@@ -157,6 +157,7 @@ class Lens(Artifact):
         if self.bias is not None:
             self._freeze(bias=(n, card.hidden))
 
+    @judged_arguments
     def translate(self, rows: ArrayLike, layer: int) -> NDArray[np.float32]:
         """Translate rows of a layer into rows for the final norm and the unembedding.
 
@@ -181,6 +182,7 @@ class Lens(Artifact):
             made = wide + made + self.bias[at]
         return np.asarray(made, dtype=np.float32)
 
+    @judged_arguments
     def token_direction(self, unembedding: ArrayLike, layer: int) -> NDArray[np.float32]:
         """Directions in a layer that make tokens more likely, to first order.
 
@@ -206,6 +208,7 @@ class Lens(Artifact):
             made = made + rows
         return np.asarray(made, dtype=np.float32)
 
+    @judged_arguments
     def token_vector(
         self, unembedding: ArrayLike, layer: int, *, scale: float = 1.0, norm_match: bool = False
     ) -> Add:
@@ -228,6 +231,7 @@ class Lens(Artifact):
             vector=(direction / length)[None], layers=(layer,), scale=scale, norm_match=norm_match
         )
 
+    @judged_arguments
     def token_swap(
         self, unembedding: ArrayLike, layers: Sequence[int], *, strength: float = 1.0
     ) -> Swap:

@@ -12,6 +12,7 @@ from inspect_ai.model import ChatMessage, ChatMessageAssistant, Model, messages_
 from inspect_ai.tool import ToolInfo
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.http import NO_PLUGIN
 from inspect_lens._intake import ChoiceFields
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
@@ -42,6 +43,7 @@ def _api(model: Model, what: str, otherwise: str) -> Any:
     return model.api
 
 
+@judged_arguments
 async def recapture(
     model: Model,
     *,
@@ -225,6 +227,7 @@ async def continued_tokens(
     return whole[len(prompt) :] if whole[: len(prompt)] == prompt else None
 
 
+@judged_arguments
 async def token_logprobs(
     model: Model, *, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
 ) -> NDArray[np.float64]:

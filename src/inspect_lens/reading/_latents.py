@@ -12,6 +12,7 @@ import numpy as np
 from inspect_ai.model import Model, ModelOutput
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import judged_value
 from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations
 from inspect_lens.probe import parse_pool, pool_scores
@@ -240,10 +241,8 @@ def _named(latents: int | Sequence[int] | Mapping[str, int], n: int) -> dict[str
         given = {f"latent_{number}": number for number in numbers}
         if len(given) < len(numbers):
             raise SpecError(f"latents={numbers}: one is there twice; name each once")
-    wrong = [
-        x for x in given.values() if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < n
-    ]
-    if wrong or not given:
+    given = {name: judged_value("latents", number, int) for name, number in given.items()}
+    if not given or not all(0 <= number < n for number in given.values()):
         raise SpecError(
             f"latents={latents!r}; allowed are numbers from 0 to {n - 1}, at least one, or numbers "
             "by name"

@@ -284,6 +284,7 @@ class SparseAutoencoder(SparseEncoder):
             made.append(self.activations(x[first : first + step]) @ decoder + self.decoder_bias)
         return np.concatenate(made)
 
+    @judged_arguments
     def latents(
         self,
         values: Mapping[int, float],
@@ -319,6 +320,7 @@ class SparseAutoencoder(SparseEncoder):
             only_if_active=only_if_active, positions=positions, **where,
         )  # fmt: skip
 
+    @judged_arguments
     def reconstruction(
         self,
         latents: Sequence[int],
@@ -391,6 +393,7 @@ class SparseAutoencoder(SparseEncoder):
             tensors={name: as_tensor_data(array) for name, array in arrays.items()},
         )
 
+    @judged_arguments
     def splice(
         self,
         name: str | None = None,
@@ -427,6 +430,7 @@ class SparseAutoencoder(SparseEncoder):
             only_if_active=only_if_active, positions=positions, **self._place(layers, site),
         )  # fmt: skip
 
+    @judged_arguments
     def gate(
         self,
         latent: int,

@@ -14,6 +14,7 @@ from inspect_ai.log import EvalLog
 from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, Value, metric, scorer
 from inspect_ai.solver import TaskState
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.vector import DoseResponse, Response
 from inspect_lens.vector import dose_response as _dose_response
@@ -231,6 +232,7 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
     return score
 
 
+@judged_arguments
 def dose_curves(
     scores: Sequence[SampleScore] | EvalLog | str | Path,
     *,
@@ -309,6 +311,7 @@ def dose_curves(
     return curves
 
 
+@judged_arguments
 def dose_table(
     scores: Sequence[SampleScore] | EvalLog | str | Path,
     *,

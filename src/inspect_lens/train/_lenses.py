@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.progress import progress_bar
 from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens, LensCard, LensQuality, LensTraining
@@ -174,6 +175,7 @@ _ROWS = 512
 Translate = Callable[[torch.Tensor, int], torch.Tensor]
 
 
+@judged_arguments
 def evaluate_lens(
     model: Any,
     lens: Lens,
@@ -302,6 +304,7 @@ def divergence(truth: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 _SOURCE = "arXiv:2303.08112"
 
 
+@judged_arguments
 def fit_tuned_lens(
     model: Any,
     prompts: Sequence[Sequence[int]],
@@ -429,6 +432,7 @@ def _drawn(prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Sequence[int
         yield from (prompts[i] for i in rng.permutation(len(prompts)))
 
 
+@judged_arguments
 def fit_jacobian_lens(
     model: Any,
     prompts: Sequence[Sequence[int]],

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 from sklearn.base import BaseEstimator
 
-from inspect_lens._base.arguments import one_or_several
+from inspect_lens._base.arguments import judged_arguments, one_or_several, warn_caller
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     FOLLOWED_FLOOR,
@@ -43,6 +42,7 @@ from .sets._splits import (
 __all__ = ["train_probe"]
 
 
+@judged_arguments
 def train_probe(
     estimator: BinaryEstimator | BaseEstimator,
     train: ActivationSet,
@@ -230,7 +230,7 @@ def train_probe(
     told = {*facts.computed_otherwise, *(t for e in evaluations for t in e.computed_otherwise)}
     for text in made.card.warnings:
         if text not in told:
-            warnings.warn(text, UserWarning, stacklevel=2)
+            warn_caller(text)
     return made
 
 

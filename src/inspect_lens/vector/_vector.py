@@ -184,6 +184,7 @@ class Vector(Artifact):
             "none; pass layer="
         )
 
+    @judged_arguments
     def raw(self, layer: int) -> NDArray[np.float32]:
         """What `scale=1` adds at a layer, direction times length: (hidden,) float32.
 
@@ -213,6 +214,7 @@ class Vector(Artifact):
             raise SpecError(f"vector {self.name!r}: its card has no residual_norms; pass a scale")
         return share * self.card.residual_norms[i] / float(self.norm[i])
 
+    @judged_arguments
     def to_steering(
         self,
         layer: int | Sequence[int] | None = None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
@@ -405,6 +406,7 @@ def _tokens(data: ReportSet) -> bytes:
     return to_png(figure)
 
 
+@judged_arguments
 def write_report(
     probe: AnyProbe, folder: str | Path, sets: Sequence[ReportSet], *, n_resamples: int = 500
 ) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from inspect_ai.log import EvalLog
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.labels import label_of
 from inspect_lens._base.progress import progress_bar
 from inspect_lens.errors import ArtifactError, SpecError
@@ -62,6 +63,7 @@ class WrittenView:
         return asdict(self) | {"path": str(self.path)}
 
 
+@judged_arguments
 def write_view(
     log: EvalLog | str | Path,
     out: str | Path | None = None,

@@ -124,10 +124,10 @@ def test_several_latents_are_set_and_some_are_a_reconstruction(tmp_path: Path) -
         (lambda sae: sae.latents([3]), r"values=\[3\]; allowed is a number for each latent"),
         (lambda sae: sae.latents({3: "high"}), r"values\[3\]='high'; allowed is a number"),
         (lambda sae: sae.latents({}), "latents: none; name at least one"),
-        (lambda sae: sae.latents({3: 1.0}, layers=[]), r"layers=\[\]; name at least one"),
+        (lambda sae: sae.latents({3: 1.0}, layers=[]), r"layers=\[\]; allowed is a list"),
         (lambda sae: sae.reconstruction([]), "latents: none; name at least one"),
         (lambda sae: sae.splice("s", [3]), r"latents=\[3\]; allowed is a number for each latent"),
-        (lambda sae: LatentReader.of(sae, 1.5), "latents=1.5; allowed are numbers from 0"),
+        (lambda sae: LatentReader.of(sae, 1.5), "latents=1.5; allowed is an integer"),
     ],
 )
 def test_what_is_asked_of_latents_is_judged(ask: Any, said: str, tmp_path: Path) -> None:

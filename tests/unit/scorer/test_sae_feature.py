@@ -102,7 +102,7 @@ def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
         (WIDTH, {}, f"0 to {WIDTH - 1}"),
         ([], {}, "at least one"),
         ([1, 1], {}, "twice"),
-        ({"a": True}, {}, "allowed are numbers"),
+        ({"a": True}, {}, "allowed is an integer"),
         (0, {"source": "engine"}, "source="),
         (0, {"over": "some"}, "over="),
         (0, {"norm_scale": 2.0}, "norm_scale"),

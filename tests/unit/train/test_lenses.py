@@ -202,7 +202,7 @@ def organism_texts(tokenizer: Any, split: str) -> Any:
     ("change", "words"),
     [
         ({"layers": [2]}, "the last layer needs no translation"),
-        ({"layers": []}, "allowed are 0 to 1"),
+        ({"layers": []}, "names at least one"),
         ({"prompts": []}, "give at least one"),
         ({"prompts": [[1, VOCAB]]}, r"prompts\[0\]: ids 1 to 60; there are 60"),
         ({"held_out": [[]]}, "none empty"),

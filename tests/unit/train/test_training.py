@@ -193,7 +193,7 @@ class TestSelection:
         assert select_layer(MeanDifferenceProbe(), a, b, card=card, control=mixed).sweep
         with pytest.raises(SpecError, match="both classes"):
             select_layer(MeanDifferenceProbe(), a, control(50), card=card)
-        with pytest.raises(SpecError, match="nothing to try"):
+        with pytest.raises(SpecError, match="names at least one"):
             select_layer(MeanDifferenceProbe(), a, planted("b", seed=3), card=card, layers=[])
 
 

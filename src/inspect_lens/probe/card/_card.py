@@ -6,7 +6,6 @@ import base64
 import binascii
 import hashlib
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, Self
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, field_validator, model_validator
 
+from inspect_lens._base.arguments import warn_caller
 from inspect_lens._base.artifact import ArtifactCard
 from inspect_lens.errors import SpecError
 from inspect_lens.probe.pooling._pool import HeadSpec, is_learned, parse_head_pool, running_pool
@@ -214,12 +214,10 @@ class SeenSamples(Value):
             UserWarning: nothing is known of the set that is added, so its samples are not listed.
         """
         if control is None and added:
-            warnings.warn(
+            warn_caller(
                 f"control: samples of this set are not known by their {self.by}, as those of the "
                 "card are, so the card cannot list them, and nobody is kept from judging the probe "
                 "on them",
-                UserWarning,
-                stacklevel=2,
             )
             return self
         known = _read(self.control or "") if added else set()

@@ -29,6 +29,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.artifact import download
 from inspect_lens._base.untrusted import load_torch, parse_json, parsing, read_npz, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
@@ -313,6 +314,7 @@ class _Readme(NamedTuple):
     calibration: str | None = None
 
 
+@judged_arguments
 def import_probe(
     path: str | Path,
     *,

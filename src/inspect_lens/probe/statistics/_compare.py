@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import check_word
 
@@ -46,6 +47,7 @@ CELLS: Final = 4_000_000  # numbers held at once
 _NONE: Final = 1e-12  # a standard error this small is rounding
 
 
+@judged_arguments
 def bootstrap_interval(
     labels: ArrayLike,
     scores: ArrayLike,
@@ -411,6 +413,7 @@ def format_p_value(p: float | None) -> str:
     return f"{p:.2g}" if p >= 1e-4 else "< 1e-4"
 
 
+@judged_arguments
 def permutation_test(
     labels: ArrayLike,
     scores: ArrayLike,

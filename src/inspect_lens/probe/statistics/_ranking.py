@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 
 from ._compare import draw_samples, draws_of
@@ -66,6 +67,7 @@ def roc_curve(labels: ArrayLike, scores: ArrayLike) -> ROCCurve:
     return ROCCurve(alarms / alarms[-1], hits / hits[-1], values)
 
 
+@judged_arguments
 def roc_band(
     labels: ArrayLike,
     scores: ArrayLike,

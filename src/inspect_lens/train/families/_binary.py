@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
@@ -13,6 +12,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from inspect_lens._base.arguments import warn_caller
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, FitRows, ProbeCard
 from inspect_lens.spec import check_word
@@ -222,12 +222,10 @@ def find_scale(variance: Floats, n_rows: int, scaling: Scaling, *, family: str) 
         share = float(np.sort(variance)[-n:].sum()) / total if total > 0.0 else 0.0
         if share < HUGE_SHARE or variance.size < 8:
             return None
-        warnings.warn(
+        warn_caller(
             f"{family}: {n} of {variance.size} dimensions hold {share:.0%} of the variance, so "
             "each dimension is divided by its standard deviation within the classes; "
             "scaling='none' is the published method, which these few dimensions decide, and "
             "scaling='standard' does without this warning",
-            UserWarning,
-            stacklevel=5,
         )
     return np.asarray(np.sqrt(np.where(variance > 0.0, variance, 1.0)))

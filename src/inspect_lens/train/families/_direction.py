@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self, TypeAlias
@@ -12,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.decomposition import PCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
+from inspect_lens._base.arguments import warn_caller
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
 
@@ -302,12 +302,10 @@ class MassMeanProbe(FormulaEstimator):
         values, vectors = np.linalg.eigh(found.within)
         kept = np.abs(values) > self.atol
         if gap.any() and not kept.any():  # as in the first layers of models with small embeddings
-            warnings.warn(
+            warn_caller(
                 f"atol={self.atol:g}: all variances lie below it (the largest is "
                 f"{np.abs(values).max():.2g}), so the direction is zero and scores "
                 "nothing; ask for a smaller atol, or for family lda, which knows no scale",
-                UserWarning,
-                stacklevel=2,
             )
         return np.asarray(vectors[:, kept] @ (gap @ vectors[:, kept] / values[kept]))
 

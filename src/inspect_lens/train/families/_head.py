@@ -18,6 +18,7 @@ from sklearn.utils.validation import check_X_y
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from inspect_lens._base.arguments import judged_value
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     HeadSpec,
@@ -182,7 +183,7 @@ class HeadProbe(BinaryEstimator):
         check_word("queries", self.queries, ("zeros", "random"))
         sizes = self.mlp_sizes
         if not isinstance(sizes, tuple | list) or not all(
-            isinstance(s, int) and s > 0 for s in sizes
+            judged_value("mlp_sizes", size, int) > 0 for size in sizes
         ):
             raise SpecError(f"mlp_sizes={sizes!r}; allowed are widths above 0, such as (16,)")
         check_word("activation", self.activation, ("relu", "square"))

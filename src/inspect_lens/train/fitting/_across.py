@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +12,7 @@ from sklearn.metrics import r2_score
 from sklearn.model_selection import GroupKFold, GroupShuffleSplit
 from sklearn.preprocessing import StandardScaler
 
+from inspect_lens._base.arguments import judged_arguments, warn_caller
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ModelRef, Probe
 from inspect_lens.train.sets._dataset import ActivationSet
@@ -50,6 +50,7 @@ class CarriedProbe(NamedTuple):
     """Of the ridge regression, chosen by cross-validation."""
 
 
+@judged_arguments
 def transfer_probe(
     probe: Probe,
     source: ActivationSet,
@@ -184,12 +185,10 @@ def transfer_probe(
             seen = seen.with_control(harmless.shown(seen.by, carried.layers))
         carried = carried.with_card(thresholds=thresholds, seen=seen)
     if r2 < _WEAK:
-        warnings.warn(
+        warn_caller(
             f"r2={r2:.2f}: the stream of {target.model!r} at layer {layer} explains little of the "
             f"scores of {probe.name!r}, so the new probe finds something else or nothing; try "
             "another layer, or more pairs",
-            UserWarning,
-            stacklevel=2,
         )
     return CarriedProbe(carried, r2, len(rows), len(held), float(ridge.alpha_))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,9 +20,10 @@ from scipy.special import expit
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 
+from inspect_lens._base.arguments import judged_arguments, warn_caller
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import FitRows, write_atomic
-from inspect_lens.spec import check_word, plain_number, several, shown
+from inspect_lens.spec import check_word, several, shown
 from inspect_lens.train.families._binary import BinaryEstimator, Targets
 from inspect_lens.train.families._direction import (
     DirectionEstimator,
@@ -84,11 +84,10 @@ def fit_logistic(made: LogisticProbe, read: Passes, hidden: int, *, whiten: bool
         options={"maxiter": made.max_iter, "gtol": _TOL, "ftol": _TOL * 1e-5},
     )
     if found.nit >= made.max_iter:
-        warnings.warn(
+        warn_caller(
             f"logistic regression: L-BFGS stopped after max_iter={made.max_iter} steps without "
             f"reaching tol={_TOL:g}; raise max_iter",
             ConvergenceWarning,
-            stacklevel=3,
         )
     made.mean_, made.scale_ = mean, scale
     made.coef_ = _solve(root, found.x[:hidden], transposed=True)
@@ -250,12 +249,10 @@ def _warn_of(estimator: DirectionEstimator, data: StoreSet, n: int) -> None:
     if isinstance(estimator, LATProbe):
         what, held = "pairs", 2 * min(estimator.n_pairs, n // 2) * data.hidden * (4 + 3 * 8)
     if held > data.memory * 1e9:
-        warnings.warn(
+        warn_caller(
             f"memory={data.memory:g}: {type(estimator).__name__} reads rows piece by piece and "
             f"holds about {held / 1e9:.2g} GB beside them ({what}); state that much memory "
             "(memory=), or take a family that holds less, such as lr",
-            UserWarning,
-            stacklevel=4,
         )
 
 
@@ -310,6 +307,7 @@ def rows_of(estimator: BinaryEstimator, rows: FitRows | None) -> FitRows | None:
     return rows or own
 
 
+@judged_arguments
 def fit_on(
     estimator: BinaryEstimator,
     data: ActivationSet,
@@ -356,6 +354,7 @@ def fit_on(
     return estimator
 
 
+@judged_arguments
 def fit_layers(
     estimator: BinaryEstimator,
     data: ActivationSet,
@@ -400,9 +399,8 @@ def _judged(
 ) -> tuple[int, ...]:
     if rows is not None:
         check_word("rows", rows, FitRows)
-    chosen = tuple(map(plain_number, several(layers)))
-    # True and 1.0 are equal to a layer, and are none.
-    if not chosen or any(isinstance(one, bool | float) or one not in data.layers for one in chosen):
+    chosen = tuple(several(layers))
+    if not chosen or not set(chosen) <= set(data.layers):
         raise SpecError(
             f"{name}={shown(layers)}: name one of the layers of the set, {list(data.layers)}"
         )

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize_scalar
 from sklearn.isotonic import IsotonicRegression
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
@@ -37,6 +38,7 @@ from inspect_lens.train.sets._dataset import ActivationSet
 __all__ = ["calibrate", "calibrate_threshold", "fit_threshold"]
 
 
+@judged_arguments
 def fit_threshold(
     control_scores: ArrayLike,
     fpr: float = 0.01,
@@ -119,6 +121,7 @@ def fit_threshold(
     )
 
 
+@judged_arguments
 def calibrate_threshold(
     probe: AnyProbe,
     control: ActivationSet,

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, clone
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
@@ -61,6 +62,7 @@ class DomainScore(NamedTuple):
     same halves: what a mixture gives that holds the domain. NaN where a half lacks a class."""
 
 
+@judged_arguments
 def leave_one_domain_out(
     estimator: BinaryEstimator | BaseEstimator,
     data: ActivationSet,

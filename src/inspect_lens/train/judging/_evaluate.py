@@ -13,7 +13,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
-from inspect_lens._base.arguments import one_or_several
+from inspect_lens._base.arguments import judged_arguments, one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
@@ -200,6 +200,7 @@ def baseline(
     )
 
 
+@judged_arguments
 def measure_baselines(
     probe: AnyProbe,
     train: ActivationSet,
@@ -328,6 +329,7 @@ _RATES: Final = (0.01, 0.05)
 _PARTIAL: Final = 0.05
 
 
+@judged_arguments
 def evaluate_probe(
     probe: AnyProbe,
     data: ActivationSet,

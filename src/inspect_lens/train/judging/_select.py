@@ -13,7 +13,7 @@ from scipy.stats import rankdata
 from sklearn.base import BaseEstimator, clone
 from sklearn.model_selection import StratifiedGroupKFold
 
-from inspect_lens._base.arguments import one_or_several
+from inspect_lens._base.arguments import judged_arguments, one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
@@ -64,6 +64,7 @@ class LayerChoice(NamedTuple):
     """As `TrainingFacts` has it."""
 
 
+@judged_arguments
 def select_layer(
     estimator: BinaryEstimator | BaseEstimator,
     train: ActivationSet,
@@ -154,8 +155,6 @@ def select_layer(
                 "allowed are both classes; check the labels"
             )
     tried = tuple(train.layers if layers is None else sorted(set(layers)))
-    if not tried:
-        raise SpecError("layers=(): nothing to try; allowed are layers of the set; name one")
     single: BinaryEstimator = estimator
     if isinstance(estimator, EnsembleProbe):
         single = LogisticProbe() if estimator.base is None else estimator.base
@@ -300,6 +299,7 @@ class CrossValidated(NamedTuple):
     """(samples,) in (0, 1): the mid-rank of a sample's score within its fold, over its size."""
 
 
+@judged_arguments
 def cross_validate_probe(
     estimator: BinaryEstimator | BaseEstimator,
     data: ActivationSet,

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import MIN_GROUPS, AnyProbe, Interval, draws_of, rate_interval
 from inspect_lens.spec import Value
@@ -77,6 +78,7 @@ class ScoreShift(Value):
     thresholds: tuple[RateShift, ...] = ()
 
 
+@judged_arguments
 def score_shift(
     probe: AnyProbe,
     before: ActivationSet,

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from inspect_lens._base.arguments import judged_value
 from inspect_lens._base.untrusted import metadata_of, parse_json, parsing, read_regular
 from inspect_lens.data import ActivationStore, Captured, SampleRecord
 from inspect_lens.errors import SpecError
@@ -51,7 +52,7 @@ def read_facts(
 
 
 def _layers(store: ActivationStore, layers: Sequence[int] | None) -> tuple[int, ...]:
-    wanted = tuple(store.layers if layers is None else layers)
+    wanted = tuple(store.layers if layers is None else judged_value("layers", layers, list[int]))
     missing = [layer for layer in wanted if layer not in store.layers]
     if missing or not wanted:
         raise SpecError(
@@ -212,7 +213,7 @@ class ActivationSet:
         acts = tuple(np.asarray(a, dtype=np.float32) for a in self.acts)
         set_ = object.__setattr__
         set_(self, "acts", acts)
-        set_(self, "layers", tuple(int(layer) for layer in self.layers))
+        set_(self, "layers", tuple(judged_value("layers", n, int) for n in self.layers))
         set_(self, "labels", _labels(self.labels, self.name))
         set_(self, "groups", tuple(map(str, self.groups)))
         set_(self, "ids", tuple(map(str, self.ids)) or numbered(self.name, n))
@@ -555,6 +556,7 @@ class ActivationSet:
         return content
 
     def _index(self, layer: int) -> int:
+        layer = judged_value("layer", layer, int)
         if layer not in self.layers:
             raise SpecError(
                 f"layer={layer}: {self.name} holds {list(self.layers)}; allowed is one of these; "

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 
 from ._dataset import ActivationSet, numbered
@@ -18,6 +19,7 @@ __all__ = ["from_arrays", "from_hf", "from_nnsight", "from_transformer_lens"]
 Floats = NDArray[np.float32]
 
 
+@judged_arguments
 def from_arrays(
     acts: Any,
     labels: ArrayLike,
@@ -176,6 +178,7 @@ def from_nnsight(
     return from_arrays(_stack(values), labels, layers=layers, mask=mask, **facts)
 
 
+@judged_arguments
 def from_transformer_lens(
     cache: Any,
     labels: ArrayLike,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
@@ -15,6 +14,7 @@ from sklearn.metrics import pairwise_distances_chunked
 from sklearn.model_selection import StratifiedGroupKFold
 from sklearn.neighbors import NearestNeighbors
 
+from inspect_lens._base.arguments import judged_arguments, warn_caller
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
@@ -128,7 +128,7 @@ def warn_otherwise(
     others = {**(made or {}), **{other.name: other.capture for other in sets}}
     said = data.capture.unlike(others, name=data.name) if data.capture else ()
     for text in said:
-        warnings.warn(text, UserWarning, stacklevel=3)
+        warn_caller(text)
     return said
 
 
@@ -194,6 +194,7 @@ def require_other_samples(one: ActivationSet, other: ActivationSet) -> None:
         )
 
 
+@judged_arguments
 def split_by_group(
     data: ActivationSet, *, fraction: float = 0.25, seed: int = 0
 ) -> tuple[ActivationSet, ActivationSet]:

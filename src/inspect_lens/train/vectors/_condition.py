@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import Gate, Rule, as_array
 from inspect_lens.train.sets._dataset import ActivationSet
@@ -89,6 +90,7 @@ def similarity(rows: ArrayLike, direction: ArrayLike) -> NDArray[np.float64]:
     return np.asarray(np.where(norms > 0, dots / np.where(norms > 0, norms, 1.0), 0.0))
 
 
+@judged_arguments
 def fit_condition(
     vector: Vector,
     data: ActivationSet,

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 from inspect_lens.train._lenses import hooked
 from inspect_lens.train.sets._dataset import ActivationSet
@@ -69,6 +70,7 @@ class RefusalChoice(NamedTuple):
     """Every candidate, its scores, and why it was left out; empty where it was not."""
 
 
+@judged_arguments
 def refusal_candidates(
     harmful: ActivationSet, harmless: ActivationSet, *, n_positions: int = 5
 ) -> list[RefusalCandidate]:
@@ -123,6 +125,7 @@ def refusal_candidates(
     return found
 
 
+@judged_arguments
 def select_refusal(
     candidates: Sequence[RefusalCandidate],
     measure: Callable[[RefusalCandidate], RefusalScores],

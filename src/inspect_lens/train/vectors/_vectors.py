@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inspect_lens._base.arguments import one_or_several
+from inspect_lens._base.arguments import judged_arguments, one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import FitRows, ModelRef, auroc, fingerprint_model
 from inspect_lens.spec import RESID_POST, Site, check_word
@@ -68,6 +68,7 @@ class PickedRows(NamedTuple):
         return float(along[self.positive].mean() - along[~self.positive].mean())
 
 
+@judged_arguments
 def pair_set(
     positive: ArrayLike,
     negative: ArrayLike,
@@ -118,6 +119,7 @@ def pair_set(
     )
 
 
+@judged_arguments
 def extract_vector(
     data: ActivationSet,
     *,
@@ -309,6 +311,7 @@ class VectorScore(NamedTuple):
     """Samples of the set that made the vector; None where its card or the set does not tell."""
 
 
+@judged_arguments
 def evaluate_vector(
     vector: Vector,
     data: ActivationSet,
