@@ -27,16 +27,26 @@ from inspect_lens.sae import SparseAutoencoder
 from inspect_lens.scorer import (
     attention_tracker,
     calibration_error,
+    coherence,
     lens_rank,
     monitor_alarm,
+    oracle_answer,
     probe_cascade,
     probe_score,
     recall_at_fpr_metric,
+    refusal_rate,
 )
-from inspect_lens.solver import causal_trace, contrastive_pairs, steering_sweep, with_capture
+from inspect_lens.solver import (
+    causal_trace,
+    contrastive_pairs,
+    probe_gate,
+    steering_sweep,
+    with_capture,
+)
 from inspect_lens.train import (
     ActivationSet,
     LDAProbe,
+    evaluate_probe,
     extract_vector,
     fit_condition,
     fit_layers,
@@ -259,3 +269,33 @@ def test_a_warning_is_of_the_line_that_called_this_package() -> None:
         warn_caller("here")
     assert {w.filename for w in caught} == {__file__}
     assert len(caught) > 1
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: probe_gate(PROBE, tries=5), "tries=5: read by nothing with action='flag'"),
+        (lambda: probe_gate(PROBE, temperature=1.0), "temperature=1.0: .* action='flag'"),
+        (lambda: probe_gate(PROBE, action="best", replacement="-"), "replacement='-': .*'best'"),
+        (
+            lambda: probe_gate(PROBE, action="resample", prefer="high"),
+            "prefer='high': .*'resample'",
+        ),
+        (lambda: coherence("repetition", judge="m/j", weighted=True), "judge='m/j', weighted=True"),
+        (lambda: coherence(model="m/x"), "model='m/x': read by nothing with method='judge'"),
+        (lambda: refusal_rate(weighted=True), "weighted=True: .* without judge= or role="),
+        (lambda: monitor_alarm(PROBE, watch="mean"), "watch='mean': .* level='turn'"),
+        (lambda: oracle_answer("Is it a lie?", grader="m/j"), "grader='m/j': .* match='exact'"),
+        (lambda: select_layer(LDAProbe(), TRAIN, OTHER, card=CARD, fpr=0.1), "fpr=0.1: .*control="),
+        (lambda: evaluate_probe(load_probe(PROBE), TRAIN, n_random=3), "n_random=3: .* train="),
+        (
+            lambda: train_probe(
+                LDAProbe(), TRAIN, name="t/p", control=CONTROL, pool="max", pools=("mean", "last")
+            ),
+            "pool='max': read by nothing beside pools=",
+        ),
+    ],
+)
+def test_what_nothing_would_read_is_refused(make: Any, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        make()

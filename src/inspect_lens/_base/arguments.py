@@ -20,6 +20,15 @@ def one_or_several(given: str | Iterable[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
+def refuse_idle(function: Callable[..., Any], why: str, **given: Any) -> None:
+    """Refuse arguments of a function that nothing reads, as they say something else than usual."""
+    usual = inspect.signature(function).parameters
+    idle = [f"{name}={shown(one)}" for name, one in given.items()
+            if one is not usual[name].default and one != usual[name].default]  # fmt: skip
+    if idle:
+        raise SpecError(f"{', '.join(idle)}: read by nothing {why}; leave it out")
+
+
 def warn_caller(text: str, kind: type[Warning] = UserWarning) -> None:
     """Warn at the line that called this package, however deep in it this is found."""
     frame, level = inspect.currentframe(), 1

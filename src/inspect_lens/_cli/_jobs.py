@@ -235,9 +235,7 @@ def train_job(
     manifest = manifest_of(train)
     facts = manifest["model"]
     positions = manifest["request"]["positions"]
-    with warnings.catch_warnings():
-        # What it warns of is shown with the result.
-        warnings.filterwarnings("ignore", category=UserWarning, module=__name__.replace(".", r"\."))
+    with warnings.catch_warnings(record=True) as told:
         probe = _trained(
             settings,
             estimator,
@@ -260,11 +258,15 @@ def train_job(
             command=typed_command(),
             **how,
         )
+    for one in told:
+        if str(one.message) not in probe.card.warnings:  # which are shown with the result
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
     check = next((d for d in judged if d.n_positive and d.n_negative), None)
     update: dict[str, Any] = {
         "calibration": calibrate(
             chosen.scores(probe), chosen.labels, name="selection",
             check=None if check is None else (check.scores(probe), check.labels),
+            numerics=chosen.capture and chosen.capture.numerics,
         ),
     }  # fmt: skip
     update |= card or {}

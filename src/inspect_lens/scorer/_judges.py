@@ -11,6 +11,7 @@ from inspect_ai.model import ChatMessageAssistant, GenerateConfig, Model, ModelO
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
+from inspect_lens._base.arguments import refuse_idle
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.model import token_logprobs
 from inspect_lens.reading import Turn, given_length
@@ -218,6 +219,10 @@ def coherence(
         assert log.results.scores[0].metrics["mean"].value == 80
         ```
     """
+    of_judge = {"judge": judge, "role": role, "weighted": weighted}
+    idle: dict[str, Any] = {} if method == "likelihood" else {"model": model}
+    idle |= {} if method == "judge" else of_judge
+    refuse_idle(coherence, f"with method={method!r}", **idle)
 
     async def by_repetition(state: TaskState, target: Target) -> Score:
         answer = shown(state)[1]
@@ -348,6 +353,8 @@ def refusal_rate(
             f"phrases={phrases!r}; allowed is a list of phrases, at least one and none empty; "
             "leave it out for the published ones"
         )
+    if judge is None and role is None:
+        refuse_idle(refusal_rate, "without judge= or role=", weighted=weighted)
     plain = [_plain(phrase) for phrase in wanted]
 
     async def score(state: TaskState, target: Target) -> Score:

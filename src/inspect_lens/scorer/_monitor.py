@@ -10,6 +10,7 @@ from typing import Any, Literal
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
+from inspect_lens._base.arguments import refuse_idle
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, Statistic, parse_pool
 from inspect_lens.reading import CallReading, OnMissing, ProbeReader, Reading, Source, read_sample
@@ -106,6 +107,8 @@ def monitor_alarm(
     )  # fmt: skip
     title = name or f"{reader.probe.name} {reader.pool}"
     rule = str(parse_pool(watch))
+    if level == "turn":
+        refuse_idle(monitor_alarm, "with level='turn', which compares the pool", watch=watch)
     statistic = reader.statistic if level == "turn" else Statistic(over="alarm", pool=rule)
     cut = acting_value(reader, threshold, statistic)
     reader = replace(reader, acts=reader.point_for(statistic, threshold))

@@ -28,6 +28,7 @@ from inspect_ai.scorer import (
 )
 from inspect_ai.solver import TaskState
 
+from inspect_lens._base.arguments import refuse_idle
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.oracle import CONTROLS, OracleAnswer
 from inspect_lens.oracle._ask import OraclePlan
@@ -316,6 +317,8 @@ def oracle_answer(
             "inputs='segment', or the solver activation_oracle"
         )
     rule = _rule(match, choices)
+    if rule != "model":
+        refuse_idle(oracle_answer, f"with match={rule!r}", grader=grader)
     named = tuple(choices or ())
     selection = CallSelection.of(roles=roles, on_missing=on_missing)
 

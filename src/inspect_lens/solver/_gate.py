@@ -18,6 +18,7 @@ from inspect_ai.tool import ToolCall, ToolCallView
 from inspect_ai.util import StoreModel
 from pydantic import BaseModel, ConfigDict, Field
 
+from inspect_lens._base.arguments import refuse_idle
 from inspect_lens._base.concurrency import together
 from inspect_lens._base.http import NO_PLUGIN
 from inspect_lens.errors import CaptureError, SpecError
@@ -372,7 +373,12 @@ def probe_gate(
             print(sample.metadata["probe_gate"]["outcome"], sample.output.completion)
         ```
     """
-    _check(action, steer, prefer)
+    _check(action, steer)
+    idle: dict[str, Any] = {} if action in ("resample", "best", "steer") else {"tries": tries}
+    idle |= {"temperature": temperature} if idle else {}
+    idle |= {} if action == "stop" else {"replacement": replacement}
+    idle |= {} if action == "best" else {"prefer": prefer}
+    refuse_idle(probe_gate, f"with action={action!r}", **idle)
     vector = None if steer is None else steering_vector(steer)
     if inner is not None and action not in ("flag", "stop"):
         raise SpecError(
@@ -423,11 +429,7 @@ def probe_gate(
     return _turn_by_turn(judged)
 
 
-def _check(action: str, steer: VectorLike | Mapping[str, Any] | None, prefer: str) -> None:
-    if prefer == "high" and action != "best":
-        raise SpecError(
-            f"prefer={prefer!r} with action={action!r}; allowed are 'low' and, for 'best', 'high'"
-        )
+def _check(action: str, steer: VectorLike | Mapping[str, Any] | None) -> None:
     if (action == "steer") != (steer is not None):
         raise SpecError(
             f"action={action!r} with steer={steer!r}; action 'steer' needs a vector, and the "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sklearn.base import BaseEstimator
 
-from inspect_lens._base.arguments import judged_arguments, one_or_several, warn_caller
+from inspect_lens._base.arguments import judged_arguments, one_or_several, refuse_idle, warn_caller
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     FOLLOWED_FLOOR,
@@ -151,6 +151,8 @@ def train_probe(
         ```
     """
     estimator = as_family(estimator)
+    if pools is not None and pool not in one_or_several(pools):
+        refuse_idle(train_probe, f"beside pools={pools!r}", pool=pool)
     behaviour = require_followed(train, behaviour_floor)
     if selection is None:
         whole_train = train

@@ -12,7 +12,7 @@ from sklearn.metrics import r2_score
 from sklearn.model_selection import GroupKFold, GroupShuffleSplit
 from sklearn.preprocessing import StandardScaler
 
-from inspect_lens._base.arguments import judged_arguments, warn_caller
+from inspect_lens._base.arguments import judged_arguments, refuse_idle, warn_caller
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ModelRef, Probe
 from inspect_lens.train.sets._dataset import ActivationSet
@@ -136,6 +136,8 @@ def transfer_probe(
         ```
     """
     _check(probe, source, target, layer)
+    if control is None:
+        refuse_idle(transfer_probe, "without control=", fpr=fpr, allow_few=allow_few)
     scores = np.array(
         [probe.score(a[:, m], source.layers, pool="mean")
          for a, m in zip(source.acts, source.mask, strict=True)]

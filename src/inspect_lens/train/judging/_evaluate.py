@@ -13,7 +13,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
-from inspect_lens._base.arguments import judged_arguments, one_or_several
+from inspect_lens._base.arguments import judged_arguments, one_or_several, refuse_idle
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
@@ -391,6 +391,8 @@ def evaluate_probe(
         print(found.recall, [(r.fpr, r.recall) for r in found.recalls], found.best_baseline)
         ```
     """
+    if train is None:
+        refuse_idle(evaluate_probe, "without train=", n_random=n_random, seed=seed)
     if not allow_seen:
         refuse_seen(probe, data)
     scores = data.scores(probe)

@@ -13,7 +13,7 @@ from scipy.stats import rankdata
 from sklearn.base import BaseEstimator, clone
 from sklearn.model_selection import StratifiedGroupKFold
 
-from inspect_lens._base.arguments import judged_arguments, one_or_several
+from inspect_lens._base.arguments import judged_arguments, one_or_several, refuse_idle
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
@@ -140,6 +140,8 @@ def select_layer(
     """
     estimator = as_family(estimator)
     by = _how(select_by, control)
+    if control is None:
+        refuse_idle(select_layer, "without control=", fpr=fpr, n_draws=n_draws)
     require_apart(train, selection)
     if control is not None:
         control = control.negatives()
