@@ -47,6 +47,15 @@ def test_platt_and_temperature_recover_what_was_planted() -> None:
         assert error < 0.02 < expected_calibration_error(labels, expit(fresh))
 
 
+@pytest.mark.parametrize("method", ["platt", "temperature", "isotonic"])
+@pytest.mark.parametrize("unit", [1e-9, 1e-3, 1e6, 1e9])
+def test_probabilities_do_not_depend_on_the_unit_of_scores(method: str, unit: float) -> None:
+    """Scores of six digits had a temperature at the end of its range: worse than a coin."""
+    s, y = scored(1200)
+    told = applied(calibrate(s * unit, y, method=method), s * unit)
+    np.testing.assert_allclose(told, applied(calibrate(s, y, method=method), s), atol=1e-4)
+
+
 def test_isotonic_equals_scikit_learn_and_refuses_few() -> None:
     s, y = scored(1200)
     reference = IsotonicRegression(out_of_bounds="clip").fit(s, y)

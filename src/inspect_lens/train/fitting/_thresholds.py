@@ -323,13 +323,15 @@ def _fitted(
         slope, intercept = fit_platt(scores, positive)
         return {"slope": slope, "intercept": intercept}
     if method == "temperature":
+        size = float(np.abs(scores).max()) or 1.0
+        unit = scores / size
 
         def loss(log_slope: float) -> float:
-            f = math.exp(log_slope) * scores
+            f = math.exp(log_slope) * unit
             return float((np.logaddexp(0.0, f) - positive * f).mean())
 
         found = minimize_scalar(loss, bounds=(-12.0, 12.0), method="bounded")
-        return {"slope": math.exp(float(found.x)), "intercept": 0.0}
+        return {"slope": math.exp(float(found.x)) / size, "intercept": 0.0}
     if scores.size < _ISOTONIC_FROM and not allow_few:
         raise SpecError(
             f"scores: {scores.size} for isotonic regression; allowed are {_ISOTONIC_FROM} or "
