@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Final
 
 __all__ = [
     "ArtifactError",
@@ -75,6 +76,17 @@ class LensError(Exception):
 
     status: int = 500
     """HTTP status that a server answers with when this error ends a request."""
+
+    def __init__(self, *said: object) -> None:
+        super().__init__(*(_short(one) if isinstance(one, str) else one for one in said))
+
+
+def _short(text: str) -> str:
+    """A message as it is, or its ends: what came may be a file's, and what to do stands last."""
+    return text if len(text) <= _MOST else f"{text[: _MOST // 2]} … {text[-_MOST // 2 :]}"
+
+
+_MOST: Final = 8000
 
 
 class SpecError(LensError, ValueError):

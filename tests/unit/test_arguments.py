@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -18,7 +21,8 @@ from inspect_ai.model import GenerateConfigArgs
 from inspect_lens import judged_arguments
 from inspect_lens._base.arguments import warn_caller
 from inspect_lens.attention import load_heads
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.data import load_dataset
+from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.lens import load_lens
 from inspect_lens.oracle import ask_oracle, load_oracle
 from inspect_lens.probe import CaptureFacts, ProbeCard, load_probe
@@ -299,3 +303,16 @@ def test_a_warning_is_of_the_line_that_called_this_package() -> None:
 def test_what_nothing_would_read_is_refused(make: Any, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         make()
+
+
+def test_what_came_makes_no_message_long(tmp_path: Path) -> None:
+    """A label of 100,000 characters in somebody's table was all on the screen."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "label": "x" * 100_000}))
+    with pytest.raises(
+        SpecError, match=r"^row 0: label 'xxx.* … .*say which values are p"
+    ) as found:
+        load_dataset("prompts", path=str(file), label="label")
+    assert len(str(found.value)) < 9000
+    assert str(pickle.loads(pickle.dumps(found.value))) == str(found.value)
+    assert LensError("short", 3).args == ("short", 3)
