@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import yaml
 from inspect_ai import Task, eval
-from inspect_ai.approval import ApprovalPolicy
+from inspect_ai.approval import Approval, ApprovalPolicy, Approver, approver
 from inspect_ai.dataset import Sample
-from inspect_ai.event import ToolEvent
+from inspect_ai.event import ApprovalEvent, ToolEvent
 from inspect_ai.log import EvalLog, EvalSample, read_eval_log
+from inspect_ai.model import ChatMessage
 from inspect_ai.solver import Solver
+from inspect_ai.tool import ToolCall, ToolCallView
 from inspect_ai.util import Store
 
 from inspect_lens.agents import probe_approver
@@ -21,9 +23,9 @@ from inspect_lens.model import read_activations
 from inspect_lens.probe import load_probe
 from inspect_lens.reading import read_token_scores
 from inspect_lens.scorer import monitor_alarm, probe_score
-from inspect_lens.solver import GateDecisions, probe_gate
+from inspect_lens.solver import GateDecisions, probe_gate, with_lens
 from inspect_lens.view import TokenTexts, write_view
-from tests.kit.lying import HONEST, LYING, MODEL, PROBE, calling, organism, questions
+from tests.kit.lying import HONEST, LYING, MODEL, PROBE, calling, organism, questions, run_eval
 from tests.kit.page import read_page
 from tests.kit.rescored import command_of, rescore
 
@@ -113,6 +115,45 @@ def test_the_call_of_the_lying_turn_is_rejected(lens_server_url: str, tmp_path: 
     assert sample.limit is not None
     facts = (sample.scores or {})["probe_score"].metadata or {}
     assert facts["turn"] == 1
+
+
+@approver
+def corrects() -> Approver:
+    """Stands for a person who looks at a call and changes it."""
+
+    async def approve(
+        message: str, call: ToolCall, view: ToolCallView, history: list[ChatMessage]
+    ) -> Approval:
+        changed = ToolCall(id=call.id, function=call.function, arguments={"text": "corrected"})
+        return Approval(decision="modify", modified=changed)
+
+    return approve
+
+
+def test_who_is_next_decides_on_the_call_of_the_lying_turn(
+    lens_server_url: str, tmp_path: Path
+) -> None:
+    rules = [
+        ApprovalPolicy(probe_approver(PROBE, CUT, action="escalate"), "keep"),
+        ApprovalPolicy(corrects(), "*"),
+    ]
+    # The engine scores each turn as it is written, and nothing is captured.
+    inner = with_lens(probes=PROBE, inner=calling(TURNS))
+    task = Task(
+        dataset=[Sample(input="-")], solver=inner, scorer=probe_score(PROBE, over="all"),
+        approval=rules,
+    )  # fmt: skip
+    log = run_eval(task, lens_server_url, tmp_path, temperature=0.0, max_tokens=24)
+    (sample,) = log.samples or []
+    told = said(sample)
+    assert sample.store["kept"] == [told[0], "corrected", told[2]]
+    made = [e for e in sample.events if isinstance(e, ApprovalEvent)]
+    assert [e.decision for e in made] == ["approve", "escalate", "modify", "approve"]
+    facts = (made[1].metadata or {})["probe_approver"]
+    assert facts["source"] == "engine"
+    score = (sample.scores or {})["probe_score"]
+    assert facts["value"] == pytest.approx(score.value)
+    assert (score.metadata or {})["turn"] == 1
 
 
 def test_a_gate_around_an_agent_stops_it_there(lens_server_url: str, tmp_path: Path) -> None:

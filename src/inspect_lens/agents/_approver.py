@@ -38,7 +38,7 @@ def probe_approver(
     tokenizer: str | None = None,
     roles: Sequence[str] | None = None,
     on_missing: OnMissing = "error",
-    told: str = "This call was not approved.",
+    told: str = "Tool call not approved.",
 ) -> Approver:
     """Refuse tool calls of turns in which a probe is above its threshold, before they run.
 
@@ -65,8 +65,8 @@ def probe_approver(
         below: what happens to the others, and to those of which nothing is read: `approve`, or
             `escalate` to the next approver.
         roles: model roles whose turns are read, where others are left alone; any by default.
-        told: what the model hears of a rejected call. That a probe watches it, and how closely, is
-            in the log alone: `metadata["probe_approver"]` of the approval.
+        told: what the model hears of a rejected call; Inspect's words by default. Which probe
+            rejected it, and why, is in the log alone: in the metadata of the approval's event.
 
     Returns:
         The approver. A turn of which nothing is read is treated as one below the threshold.

@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from inspect_ai.event import ModelEvent
 from inspect_ai.log import EvalLog, EvalSample
+from inspect_ai.model import GenerateConfig
 
 from inspect_lens._base.labels import LABELS, label_of
 from inspect_lens.data import ActivationStore, Captured, Message, ProbeDataset, ProbeSample
@@ -138,8 +140,7 @@ def log_to_store(
         label_source=_label_source(labelled),
         text_overlap_group=name, samples=tuple(s for s, _ in kept if s.id in known),
     )  # fmt: skip
-    # What the eval sampled with stands in the log.
-    config = read.eval.model_generate_config
+    config = _sampled_with(labelled, {turn.message_id for _, turn in kept})
     how = Request(
         layers="all", positions=wanted, max_tokens=config.max_tokens or 0,
         temperature=config.temperature or 0.0, seed=config.seed or 0,
@@ -155,6 +156,14 @@ def log_to_store(
             ]
             write_shard(uri, k, plan, numbered, facts)
         return finish(uri, plan)
+
+
+def _sampled_with(samples: Sequence[EvalSample], message_ids: set[str | None]) -> GenerateConfig:
+    """What the first of some calls was sampled with: task, role and solver have their say in it."""
+    events = (event for sample in samples for event in sample.events)
+    calls = (event for event in events if isinstance(event, ModelEvent) and event.output.choices)
+    found = (call.config for call in calls if call.output.message.id in message_ids)
+    return next(found, GenerateConfig())
 
 
 def _label_source(samples: Sequence[EvalSample]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ def test_rows_labels_and_groups_are_those_of_the_log(log: EvalLog, tmp_path: Pat
     assert (data.model, data.layers) == ("model", store.layers)
     with pytest.raises(SpecError, match="holds another run"):
         log_to_store(log.location, tmp_path / "acts", label=lambda sample: 1)
+
+
+def test_a_store_says_what_its_calls_were_sampled_with(tmp_path: Path) -> None:
+    """Of a model in a role, or with the task's config, the model of the eval knows nothing."""
+    outputs = [call([1.0, 2.0], folder=tmp_path) for _ in range(2)]
+    log = run(outputs, [], folder=tmp_path, temperature=0.7, seed=3)
+    store = log_to_store(log, tmp_path / "acts")
+    asked = json.loads((tmp_path / "acts" / "manifest.json").read_text())["request"]
+    assert (asked["temperature"], asked["seed"], len(store)) == (0.7, 3, 2)
 
 
 def test_labels_come_from_a_score_or_a_function_too(log: EvalLog, tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_the_tasks_own_approvers_apply_behind_the_gate(server: FakeLensServer) -
 
 def test_a_model_hears_nothing_of_the_probe_that_rejects_its_call(server: FakeLensServer) -> None:
     plain, polite = probe_approver("tiny/p", CUT), probe_approver("tiny/p", CUT, told="Not now.")
-    for watch, said in ((plain, "This call was not approved."), (polite, "Not now.")):
+    for watch, said in ((plain, "Tool call not approved."), (polite, "Not now.")):
         says(server, *THREE)
         log = evaluate(
             server, with_capture([LAYER], inner=react(tools=[send()], submit=False)), watch
