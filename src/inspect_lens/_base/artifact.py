@@ -435,8 +435,7 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
         raise ArtifactError(f"{kind.name}: {advice}")
     raise ArtifactError(
         f"{kind.name}={str(given)!r} was not found; allowed are a folder with {kind.tensors}, or "
-        f"{name_below(kind.folder, roots)}; {_near(kind, str(given), roots)}check the "
-        f"spelling, or train the {kind.name} first"
+        f"{name_below(kind.folder, roots)}; {_near(kind, str(given), roots)}"
     )
 
 
@@ -456,7 +455,9 @@ def _near(kind: ArtifactKind, given: str, roots: Sequence[Path]) -> str:
     names = {file.parent.relative_to(file.parents[2]).as_posix() for file in files}
     known = {name if "/" in given else name.rpartition("/")[2]: name for name in names}
     near = difflib.get_close_matches(given, known, n=1)
-    return f"did you mean {known[near[0]]!r}? or " if near else ""
+    if near:
+        return f"did you mean {known[near[0]]!r}?"
+    return f"check the spelling, or train the {kind.name} first"
 
 
 def folders_named(name: str, registered: Sequence[Path] = ()) -> list[Path]:

@@ -38,7 +38,7 @@ def read_set(
     kept in `work`.
     """
     if not uri:
-        raise SpecError(f"--{what}: is missing; allowed is the folder of a store")
+        raise SpecError(f"--{what} is missing; name the folder of a store that `collect` wrote")
     name = Path(uri.rstrip("/")).name
     if is_file(uri):
         return _of_file(uri, name, layers)

@@ -188,7 +188,8 @@ _FOLLOWS = re.compile(r"initiali[sz]ation failed|See root cause above")
 def _hear(record: logging.LogRecord) -> bool:
     _written.append(record.getMessage())
     above = logging.getLogger(_SERVER).parent
-    return above is None or record.levelno >= above.getEffectiveLevel()
+    is_repeated = "Try rerunning" in record.getMessage()  # by the error, with a better command
+    return not is_repeated and (above is None or record.levelno >= above.getEffectiveLevel())
 
 
 def hear_server() -> None:
@@ -201,7 +202,7 @@ def hear_server() -> None:
 def last_error() -> str:
     """The error that a server has written last, with its second line where that says it; or ""."""
     lines, said = list(_written), ""
-    for line, below in zip(lines, [*lines[1:], ""], strict=True):
+    for line, below in zip(lines, [*lines, ""][1:], strict=True):
         if (found := _ENDS.match(line)) and not _FOLLOWS.search(line):
             said = f"{found[1]} {below}" if "validation error" in line else found[1]
     return said[:600]

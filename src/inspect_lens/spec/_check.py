@@ -232,7 +232,7 @@ def check_layers(
             if site not in facts.sites:
                 way = f"INSPECT_LENS_SITES={','.join((*facts.sites, site))}"
             raise UnsupportedError(
-                f"{field}: {what} {layer} has no tap for {site} in this engine, which serves "
+                f"{field}: {what} {layer} is not served at {site} by this engine, which serves "
                 f"{', '.join(facts.sites)} (INSPECT_LENS_SITES) at layers {list(facts.layers)} "
                 f"(INSPECT_LENS_LAYERS); start it with {way}"
             )

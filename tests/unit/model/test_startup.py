@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,35 @@ async def test_arguments_that_come_after_the_start_are_told(
         "max_num_seqs; give",
     ):
         assert caplog.text.count(said) == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("shown")
+async def test_a_start_that_fails_has_failed_for_all_that_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts: list[float] = []
+
+    def fail(*_: object, **__: object) -> None:
+        starts.append(time.monotonic())
+        time.sleep(0.2)
+        raise RuntimeError("Failed to start vLLM server: it ended. Try rerunning with more")
+
+    model = get_model("lens/org/failing", memoize=False)
+    monkeypatch.setattr(_server, "start_local_server", fail)
+    monkeypatch.setattr(_server.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.delenv("VLLM_BASE_URL", raising=False)
+
+    async def ask() -> None:
+        with pytest.raises(CaptureError, match=r"it ended\. To see all that it writes: "):
+            await model.generate("hello")
+
+    async with anyio.create_task_group() as group:
+        for _ in range(4):
+            group.start_soon(ask)
+    assert len(starts) == 1
+    await ask()  # as an eval after it, in the same notebook
+    assert len(starts) == 2
 
 
 ASKED: list[tuple[dict[str, Any], str]] = [

@@ -73,7 +73,7 @@ def test_what_is_wrong_is_named(lens: dict[str, Any], words: str) -> None:
     ("lens", "facts", "error", "words"),
     [
         ({"layers": [6]}, {}, SpecError, "layer 6; m has layers 0 to 5"),
-        ({"layers": [1]}, {}, UnsupportedError, "layer 1 has no tap"),
+        ({"layers": [1]}, {}, UnsupportedError, "layer 1 is not served at"),
         ({"layers": "all"}, {}, UnsupportedError, "'all' needs each layer, and layer 1"),
         ({"layers": [0], "tokens": [100]}, {}, SpecError, "id 100; m has ids 0 to 99"),
         ({"layers": [0], "top_k": 9}, {"vocab": 8}, SpecError, "m has 8 tokens"),

@@ -168,7 +168,7 @@ def test_a_wrong_vector_is_named(changes: dict[str, Any], message: str) -> None:
     ("request_", "error", "message"),
     [
         (LensRequest(capture=CaptureSpec(layers=(4,))), SpecError, "layers 0 to 3"),
-        (LensRequest(capture=CaptureSpec(layers=(2,))), UnsupportedError, "no tap"),
+        (LensRequest(capture=CaptureSpec(layers=(2,))), UnsupportedError, "is not served at"),
         (LensRequest(capture=CaptureSpec()), UnsupportedError, "'all' needs each layer"),
         (LensRequest(capture=CaptureSpec(layers=(0, 1, 3))), UnsupportedError, "48 rows"),
         (LensRequest(edits=(vector(activations=np.ones((1, 9))),)), SpecError, "9 wide"),
@@ -230,9 +230,11 @@ def test_an_unknown_site_is_refused_with_the_allowed_ones(site: Any) -> None:
 def test_a_site_is_served_where_its_tap_is() -> None:
     served = LensRequest(capture=CaptureSpec(layers=(1, 2), site="resid_pre"))
     check_request(served, FACTS)
-    with pytest.raises(UnsupportedError, match=r"layer 0 has no tap for resid_pre.*LENS_SITES"):
+    with pytest.raises(UnsupportedError, match=r"layer 0 is not served at resid_pre.*LENS_SITES"):
         check_request(LensRequest(capture=CaptureSpec(layers=(0,), site="resid_pre")), FACTS)
-    with pytest.raises(UnsupportedError, match=r"edits\[0\].*layer 1 has no tap for mlp_out") as e:
+    with pytest.raises(
+        UnsupportedError, match=r"edits\[0\].*layer 1 is not served at mlp_out"
+    ) as e:
         check_request(LensRequest(edits=(vector(site="mlp_out"),)), FACTS)
     # What to set keeps all that the engine serves already.
     wanted = ",".join((*FACTS.sites, "mlp_out"))
