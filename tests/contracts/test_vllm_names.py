@@ -131,6 +131,12 @@ def test_names_of_quantisation_that_count_as_one_are_one_in_vllm() -> None:
         # Of a checkpoint; the other makes the same of one that is not quantised.
         if name != "fp8_per_tensor":
             assert kinds[name] == kinds[same], name
+    ours: dict[str, set[str]] = {}
+    for name, kind in kinds.items():
+        ours.setdefault(kind, set()).add(_METHODS.get(name, name))
+    # A checkpoint and the command line say `mxfp8` of different things.
+    several = {kind: names for kind, names in ours.items() if len(names) > 1}
+    assert several == {"ModelOptMxFp8Config": {"modelopt_mxfp8", "mxfp8"}}
 
 
 def test_every_attribute_that_is_wrapped_is_in_the_table() -> None:
