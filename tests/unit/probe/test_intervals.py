@@ -15,6 +15,7 @@ from inspect_lens.probe import (
     clopper_pearson,
     conformal_threshold,
     delong_interval,
+    recall_at_fpr,
 )
 
 
@@ -100,3 +101,12 @@ def test_cluster_bootstrap_is_wider_when_groups_are_copies() -> None:
     clustered = bootstrap_interval(*many, groups=groups * 5, n_resamples=500)
     assert clustered.high - clustered.low > 1.5 * (naive.high - naive.low)
     assert clustered.method == "cluster bootstrap"
+
+
+def test_a_missing_class_hides_no_wrong_argument() -> None:
+    assert math.isnan(bootstrap_interval([1, 1], [0.0, 1.0]).low)
+    with pytest.raises(SpecError, match="n_resamples=0"):
+        bootstrap_interval([1, 1], [0.0, 1.0], n_resamples=0)
+    assert math.isnan(recall_at_fpr([], [1.0]).recall)
+    with pytest.raises(SpecError, match="fpr"):
+        recall_at_fpr([], [1.0], fpr=2.0)

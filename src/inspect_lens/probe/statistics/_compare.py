@@ -101,6 +101,8 @@ def bootstrap_interval(
     """
     level = check_level(confidence)
     check_word("method", method, ("percentile", "bca"))
+    if n_resamples < 1:
+        raise SpecError(f"n_resamples={n_resamples}: nothing is drawn; allowed is 1 or more")
     positive, negative = split_classes(labels, scores)
     name = "stratified bootstrap" if groups is None else "cluster bootstrap"
     name += " BCa" if method == "bca" else ""
@@ -108,8 +110,6 @@ def bootstrap_interval(
         return Interval(low=math.nan, high=math.nan, confidence=confidence, method=name)
     y, s = np.asarray(labels).astype(bool), np.asarray(scores, dtype=np.float64)
     weigh = weighted_areas(y, s) if statistic is auroc else _weighted(y, s, statistic)
-    if n_resamples < 1:
-        raise SpecError(f"n_resamples={n_resamples}: nothing is drawn; allowed is 1 or more")
     draws = draw_samples(y, groups, n_resamples=n_resamples, seed=seed)
     values = np.concatenate([weigh(part) for part in draws])
     if method == "bca":

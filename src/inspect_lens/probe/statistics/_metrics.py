@@ -260,9 +260,9 @@ def recall_at_fpr(
     """
     pos = np.asarray(positives, dtype=np.float64).ravel()
     neg = np.asarray(negatives, dtype=np.float64).ravel()
+    need = required_negatives(fpr)
     if pos.size == 0 or neg.size == 0:
         return OperatingPoint(math.nan, math.nan, math.nan, pos.size, neg.size)
-    need = required_negatives(fpr)
     if neg.size < need and not allow_few:
         raise SpecError(
             f"negatives: {neg.size} scores for recall at a false positive rate of {fpr:g}; "
