@@ -80,11 +80,14 @@ def write_whole(uri: str, content: bytes) -> None:
             return
         target = Path(path)
         temporary = target.with_name(f".{target.name}.tmp")
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)  # on a full disk it would keep what is needed
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from inspect_lens.data import (
     Message,
     ProbeDataset,
     ProbeSample,
+    write_whole,
 )
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
 from inspect_lens.model import _server
@@ -309,6 +312,16 @@ def test_what_a_kill_leaves_inside_a_write_is_overwritten(tmp_path: Path) -> Non
         run(server, dataset(9), out)
         assert len(server.requests) == asked + 6, "the first shard is kept"
     assert content(out) == content(tmp_path / "whole")
+
+
+def test_a_full_disk_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CaptureError, match="could not be written .*free space"):
+        write_whole(str(tmp_path / "shard"), b"rows")
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ __all__ = [
     "brier_score",
     "expected_calibration_error",
     "partial_auroc",
-    "precision_at_base_rate",
     "recall_draws",
     "reliability_curve",
     "roc_band",
@@ -183,17 +182,13 @@ def recall_draws(
     return made
 
 
-def partial_auroc(
-    labels: ArrayLike, scores: ArrayLike, *, max_fpr: float = 0.01, standardized: bool = False
-) -> float:
-    """Area under the ROC curve up to a false positive rate; NaN of one class.
+def partial_auroc(labels: ArrayLike, scores: ArrayLike, *, max_fpr: float = 0.01) -> float:
+    """Area under the ROC curve up to a false positive rate, over that rate; NaN of one class.
 
     Args:
         labels: (samples,) 0 and 1.
         scores: (samples,) float.
         max_fpr: where to stop, in (0, 1].
-        standardized: McClish's form, in which chance is 0.5 and perfection 1; otherwise the
-            area over `max_fpr`, in which perfection is 1.
 
     Raises:
         SpecError: shapes disagree, a score is NaN, or the rate is impossible.
@@ -219,8 +214,6 @@ def partial_auroc(
     # Ranks, because scikit-learn refuses infinite scores.
     y, ranks = np.asarray(labels).astype(np.int64), midranks(np.asarray(scores, dtype=np.float64))
     area = float(metrics.roc_auc_score(y, ranks, max_fpr=max_fpr))
-    if standardized:
-        return area
     # scikit-learn has McClish's form alone for a part, and the area itself for the whole.
     chance = max_fpr**2 / 2.0
     plain = area if max_fpr == 1.0 else chance + (2.0 * area - 1.0) * (max_fpr - chance)
@@ -253,32 +246,6 @@ def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
     order, ends = _falling(np.asarray(scores, dtype=np.float64))
     hits = _counted(np.asarray(labels).astype(bool)[order], ends)
     return float((np.diff(hits) * hits[1:] / (ends + 1)).sum() / hits[-1])
-
-
-def precision_at_base_rate(recall: float, fpr: float, base_rate: float) -> float:
-    """Share of flagged samples that are positive at a base rate; NaN when nothing is flagged.
-
-    Args:
-        recall: at the threshold.
-        fpr: false positive rate at the threshold.
-        base_rate: share of positives in use, inside (0, 1).
-
-    Raises:
-        SpecError: a value is not a rate.
-
-    Example:
-        ```python
-        from inspect_lens.probe import precision_at_base_rate
-
-        # 95% recall at 1% false positives, where one in a thousand lies: most alarms are false.
-        assert precision_at_base_rate(0.95, 0.01, base_rate=0.001) < 0.1
-        ```
-    """
-    for name, value in (("recall", recall), ("fpr", fpr), ("base_rate", base_rate)):
-        if not 0.0 <= value <= 1.0:
-            raise SpecError(f"{name}={value!r}; allowed is 0 to 1; give a share, not a count")
-    flagged = recall * base_rate + fpr * (1.0 - base_rate)
-    return recall * base_rate / flagged if flagged > 0 else math.nan
 
 
 def _falling(s: Floats) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
