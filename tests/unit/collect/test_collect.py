@@ -319,7 +319,7 @@ def test_a_full_disk_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CaptureError, match="could not be written .*free space"):
+    with pytest.raises(CaptureError, match=r"could not be written .*free space"):
         write_whole(str(tmp_path / "shard"), b"rows")
     assert not list(tmp_path.iterdir())
 
