@@ -26,7 +26,7 @@ from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.lens import load_lens
 from inspect_lens.oracle import ask_oracle, load_oracle
 from inspect_lens.probe import CaptureFacts, ProbeCard, load_probe
-from inspect_lens.reading import LatentReader
+from inspect_lens.reading import LatentReader, lens_column
 from inspect_lens.sae import SparseAutoencoder
 from inspect_lens.scorer import (
     attention_tracker,
@@ -289,6 +289,7 @@ def test_a_warning_is_of_the_line_that_called_this_package() -> None:
         (lambda: coherence(model="m/x"), "model='m/x': read by nothing with method='judge'"),
         (lambda: refusal_rate(weighted=True), "weighted=True: .* without judge= or role="),
         (lambda: monitor_alarm(PROBE, watch="mean"), "watch='mean': .* level='turn'"),
+        (lambda: lens_column(PROBE, combine="mean"), "combine='mean': .* over='last'"),
         (lambda: oracle_answer("Is it a lie?", grader="m/j"), "grader='m/j': .* match='exact'"),
         (lambda: select_layer(LDAProbe(), TRAIN, OTHER, card=CARD, fpr=0.1), "fpr=0.1: .*control="),
         (lambda: evaluate_probe(load_probe(PROBE), TRAIN, n_random=3), "n_random=3: .* train="),

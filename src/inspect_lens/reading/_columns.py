@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from inspect_ai.log import EvalSample
 
+from inspect_lens._base.arguments import refuse_idle
 from inspect_lens.model import read_activations
 from inspect_lens.probe import AnyProbe
 from inspect_lens.spec import Positions
@@ -71,6 +72,8 @@ def lens_column(
     from inspect_ai.analysis import SampleColumn
 
     combining(combine)
+    if over == "last":
+        refuse_idle(lens_column, "with over='last', which reads one call", combine=combine)
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection,
         source="captured", check_model=False, tokenizer=tokenizer, over=over, roles=roles,

@@ -110,8 +110,6 @@ def write_view(
         assert page.path.exists()
         ```
     """
-    if limit is not None and limit < 1:
-        raise SpecError(f"limit={limit}; allowed is a positive number of samples, or none for all")
     probes = several(probes)
     opened = _open(log)
     target = _target(opened, out)
