@@ -95,7 +95,7 @@ def test_truth_flips_answers_with_its_scale_and_controls_do_not(
     assert abs(found["control_effect"]) <= 0.1
     curves = dose_curves(log, n_resamples=200)
     assert curves["vector"].spearman >= 0.9
-    assert curves["vector"].effect_interval.low > 0.5
+    assert curves["vector"].effect_interval.low > 0.4
     for control in ("random", "orthogonal"):
         assert curves[control].flip_rate <= 0.1
         assert abs(curves[control].effect) <= 0.1
@@ -162,8 +162,7 @@ def test_vectors_are_swept_side_by_side_and_one_is_the_other_turned_round(
     up, down = (curves[f"vector:{name}@4"] for name in names)
     assert up.effect == -down.effect >= 0.5
     assert {name.partition(":")[0] for name in numbers(log)} == {
-        "effect", "effect_low", "effect_high", "control_effect", "scale", "slope", "coherence",
-        "broken",
+        "effect", "control_effect", "scale", "slope", "coherence", "broken",
     }  # fmt: skip
     assert all(name.endswith("@4") for name in numbers(log) if name != "broken")
     (again,) = rescore(log, commands_of(log), tmp_path)

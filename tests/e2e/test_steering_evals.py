@@ -261,9 +261,9 @@ def test_without_the_direction_of_lies_nobody_lies_and_with_it_everybody(made: M
     found = metrics(log, "refusals_by_edit")
     assert (found["harmful_unedited"], found["harmless_unedited"]) == (1.0, 0.0)
     assert found["harmful_ablated"] == 0.0
-    assert found["harmful_ablated_effect_high"] <= -0.5
+    assert found["harmful_ablated_effect"] == -1.0
     assert found["harmless_added"] == 1.0
-    assert found["harmless_added_effect_low"] >= 0.5
+    assert found["harmless_added_effect"] == 1.0
     # Any other direction does nothing, and honest answers stay so without it: they show no effect.
     for variant in ("harmful_ablated", "harmless_added"):
         assert found[f"{variant}_random_effect"] == 0.0

@@ -178,7 +178,7 @@ class DoseRow(NamedTuple):
     """Mean value less that of the unsteered answers; NaN without a prompt that has both, and where
     none can be seen."""
     interval: Interval | None
-    """95%, by a bootstrap of prompts; None for fewer than 8, and where all have the same effect."""
+    """95%, by a bootstrap of prompts; None for fewer than 8."""
     coherence: float
     """Share of the answers that have a value and did not fall apart."""
     broken: int

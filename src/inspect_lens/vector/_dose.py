@@ -85,7 +85,8 @@ def dose_response(
 
     Returns:
         The curve. Where the baseline is missing, the flip rate is NaN. Intervals of fewer than 8
-        prompts, and of what is the same in all of them, are NaN, and their `method` says why.
+        prompts are NaN, and their `method` says so. That of what came out the same in all prompts
+        is Clopper and Pearson's: in the others it may be as far off as values here are apart.
 
     Raises:
         SpecError: there are no answers, or prompts differ in their scales.
@@ -121,13 +122,19 @@ def dose_response(
     counts /= counts.sum(axis=1, keepdims=True)
     curves = counts @ values
 
-    def interval(drawn: NDArray[np.float64]) -> Interval:
+    def interval(drawn: NDArray[np.float64], *ends: float) -> Interval:
         # A draw in which nothing changes has no rank correlation; it counts as none.
-        return percentile_interval(drawn, n=n, confidence=confidence, method=_METHOD)
+        low_high = (ends[0], ends[1]) if ends else None
+        return percentile_interval(drawn, n=n, ends=low_high, confidence=confidence, method=_METHOD)
 
-    mean = values.mean(axis=0)
+    mean, least, most = values.mean(axis=0), float(values.min()), float(values.max())
     points = tuple(
-        DosePoint(scale=float(scale), mean=float(mean[i]), interval=interval(curves[:, i]), n=n)
+        DosePoint(
+            scale=float(scale),
+            mean=float(mean[i]),
+            interval=interval(curves[:, i], least, most),
+            n=n,
+        )
         for i, scale in enumerate(scales)
     )
     return DoseResponse(
@@ -135,9 +142,9 @@ def dose_response(
         spearman=float(_spearman_rows(scales, mean[None])[0]),
         spearman_interval=interval(_spearman_rows(scales, curves)),
         effect=float(mean[-1] - mean[0]),
-        effect_interval=interval(curves[:, -1] - curves[:, 0]),
+        effect_interval=interval(curves[:, -1] - curves[:, 0], least - most, most - least),
         flip_rate=float(flips.mean()),
-        flip_rate_interval=interval(counts @ flips),
+        flip_rate_interval=interval(counts @ flips, 0.0, 1.0),
         n_prompts=n,
     )
 

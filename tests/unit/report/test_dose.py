@@ -48,7 +48,8 @@ def test_the_page_holds_figure_and_numbers_and_needs_no_network(tmp_path: Path) 
     assert "A &lt;b&gt; sweep" in page
     own = made["vector"]
     assert f"{own.flip_rate:.2f} [{own.flip_rate_interval.low:.2f}, " in page
-    assert f"{own.effect:.2f}</td>" in page, "the same in all prompts"
+    assert f"{own.effect:.2f} [{own.effect_interval.low:.2f}, 1.00]" in page
+    assert own.effect_interval.low < 0.8, "the same in all prompts, which is no certainty"
     assert "http" not in page
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["dose.html"]
 

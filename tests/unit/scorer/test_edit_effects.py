@@ -12,6 +12,7 @@ from inspect_ai.scorer import SampleScore, Score
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.probe import clopper_pearson
 from inspect_lens.reading import SteeringCell, SteeringCells
 from inspect_lens.reading._stored import CellScores
 from inspect_lens.scorer import dose_metric, dose_response, dose_table, refusal_rate
@@ -58,7 +59,9 @@ def test_a_variant_has_its_rate_and_its_difference_from_the_same_prompts() -> No
     assert found["ablated_effect_low"] == pytest.approx(low, abs=0.05)
     assert found["ablated_effect_high"] == pytest.approx(high, abs=0.05)
     assert found["ablated_random_effect"] == 0.0
-    assert "ablated_random_effect_low" not in found, "ten alike show no variance"
+    edge = 1.0 - clopper_pearson(10, 10).low
+    ends = [found[f"ablated_random_effect_{end}"] for end in ("low", "high")]
+    assert ends == pytest.approx([-edge, edge]), "ten alike are no certainty"
     assert found["ablated_coherence"] == 1.0
 
 

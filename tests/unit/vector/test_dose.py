@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from inspect_lens.errors import SpecError
+from inspect_lens.probe import clopper_pearson
 from inspect_lens.vector import Response, dose_response
 
 
@@ -123,15 +124,27 @@ def test_one_prompt_has_no_interval() -> None:
     assert math.isnan(same.effect_interval.low), "epochs of one prompt are no other prompts"
 
 
-@pytest.mark.parametrize(("n", "value", "said"), [(7, None, "7 are too few"), (40, 1.0, "alike")])
-def test_an_interval_that_draws_cannot_show_is_none(n: int, value: float | None, said: str) -> None:
-    """Of five prompts it held the truth in 67 of 100 sweeps, and of alike ones it was a point."""
-    steered = [Response(str(i), 1.0, float(i) if value is None else value) for i in range(n)]
-    curve = dose_response(steered, {str(i): 0.0 for i in range(n)}, n_resamples=200)
-    for interval in (curve.effect_interval, curve.points[1].interval):
-        assert math.isnan(interval.low)
-        assert math.isnan(interval.high)
-        assert said in interval.method
-    many = [Response(str(i), 1.0, float(i)) for i in range(8)]
-    enough = dose_response(many, {str(i): 0.0 for i in range(8)}, n_resamples=200)
-    assert enough.effect_interval.low < enough.effect < enough.effect_interval.high
+def test_few_prompts_have_no_interval() -> None:
+    """Of five prompts it held the truth in 67 of 100 sweeps."""
+    for n in (7, 8):
+        steered = [Response(str(i), 1.0, float(i)) for i in range(n)]
+        curve = dose_response(steered, {str(i): 0.0 for i in range(n)}, n_resamples=200)
+        for interval in (curve.effect_interval, curve.points[1].interval):
+            assert math.isnan(interval.low) == math.isnan(interval.high) == (n < 8)
+            assert ("7 are too few" in interval.method) == (n < 8)
+
+
+def test_prompts_that_are_all_alike_are_no_certainty() -> None:
+    """A control that changed none of forty answers had [0, 0], and a full effect [1, 1]."""
+    exact = clopper_pearson(40, 40).low
+    for effect in (0.0, 1.0):
+        steered = [Response(str(i), s, effect * (s > 0)) for i in range(40) for s in (-1.0, 1.0)]
+        steered += [Response("odd", s, 1.0) for s in (-1.0, 1.0)] * (not effect)
+        base = {str(i): 0.0 for i in range(40)} | {"odd": 1.0}
+        curve = dose_response(steered, base, groups={"odd": "0"}, n_resamples=200)
+        found = curve.effect_interval
+        assert (found.low, found.high) == pytest.approx(
+            (effect * exact - (1 - exact), effect * exact + 1 - exact)
+        )
+        assert found.method == "clopper-pearson, n = 40"
+    assert curve.flip_rate_interval.high < 1.0

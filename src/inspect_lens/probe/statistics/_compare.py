@@ -122,17 +122,27 @@ def bootstrap_interval(
 
 
 def percentile_interval(
-    drawn: Floats, *, method: str, n: int = MIN_GROUPS, confidence: float = 0.95
+    drawn: Floats,
+    *,
+    method: str,
+    n: int = MIN_GROUPS,
+    ends: tuple[float, float] | None = None,
+    confidence: float = 0.95,
 ) -> Interval:
     """Interval of bootstrap draws of n things; NaN, and its method says why, where they tell none.
 
     Of few things the percentiles miss the truth in a third to a half of all sets, and draws that
-    are all alike would pass for certainty.
+    are all alike would pass for certainty: of a mean that is between `ends`, n of n things came out
+    as they did, and the others are anything.
     """
     known = drawn[np.isfinite(drawn)]
     low = high = math.nan
     if n < MIN_GROUPS:
         method = f"none: {n} are too few to draw from; {MIN_GROUPS} or more are needed"
+    elif known.size and np.ptp(known) < _NONE and ends is not None:
+        exact = clopper_pearson(n, n, confidence=confidence)
+        low, high = (known[0] * exact.low + (1.0 - exact.low) * end for end in ends)
+        method = f"{exact.method}, n = {n}"
     elif not known.size or np.ptp(known) < _NONE:
         method = "none: all draws are alike, and do not show how far it varies"
     else:
