@@ -238,7 +238,8 @@ def test_the_dose_metrics_are_those_of_the_answers(swept: Swept) -> None:
             assert metrics["effect"].value == pytest.approx(moved[scale])
         else:
             assert metrics["control_effect"].value == pytest.approx(moved[scale])
-    assert curves["vector"].effect_interval.low > max(0.3, curves["random"].effect_interval.high)
+    assert (curves["vector"].effect, curves["random"].effect) == (1.0, 0.0)
+    assert curves["vector"].effect_interval.low > 0.2, "of eight prompts"
 
 
 def test_a_judge_that_knows_the_truth_is_believed_where_it_is_asked(swept: Swept) -> None:
