@@ -349,7 +349,9 @@ def test_a_probe_of_a_log_is_fetched_from_nowhere(
             scores={"s": Score(value=1, metadata={"probe": name, "probe_sha256": "0"})}
         )
         header: Any = SimpleNamespace(eval=SimpleNamespace(model="lens/x", scorers=[]))
-        probes, (note,) = choose_probes((), header, sample, any_model=False, have_kept=True)
+        probes, (note,) = choose_probes(
+            (), header, sample, "lens/x", any_model=False, have_kept=True
+        )
         assert not probes
         assert f"follow={name}" in note
 
