@@ -148,9 +148,9 @@ def _set_collector(arm: str) -> None:
     gc.collect()  # what an arm before has left
     if arm.startswith("plain") or arm == "peer":
         return
-    from inspect_lens.model._provider import collect_less
+    from inspect_lens.model._provider import spare_collector
 
-    collect_less()
+    spare_collector()
 
 
 def _solver(arm: str, asked: dict[str, Any], load: dict[str, Any]) -> Solver:

@@ -19,7 +19,7 @@ from xml.sax.saxutils import escape
 
 __all__ = [
     "RESULTS", "TIMES", "Row", "Section", "Use", "costs_markdown", "draw", "evals_markdown",
-    "figure_files", "in_short", "main", "parallel_markdown", "peers_markdown", "sections",
+    "figure_files", "in_short", "large_models_markdown", "main", "peers_markdown", "sections",
     "techniques_markdown", "walk_markdown",
 ]  # fmt: skip
 
@@ -30,9 +30,10 @@ TIMES: Final = "\N{MULTIPLICATION SIGN}"
 _ENGINE: Final = "engine-h200"
 _EDITS: Final = "edits-h200"
 _HTTP: Final = "http-h200"
-_PARALLEL: Final = "parallel-h200-x2"
+_LARGE: Final = "large-h200"
 _MODELS: Final = {
     "llama-8b": "Llama-8B", "llama-70b-48": "Llama-70B", "glm-4.5-air-23": "GLM-4.5-Air",
+    "gpt-oss-120b-24": "gpt-oss-120b",
 }  # fmt: skip
 _OTHERS: Final = ("others-h200-slow-host", "others-h200-fast-host", "others-h200-1000-requests")
 _PEER_EVAL: Final = "others-h200-eval"
@@ -224,7 +225,7 @@ def _peer(read: Read, names: Sequence[str]) -> str:
 
 def _starts(read: Read) -> Iterator[tuple[str, float]]:
     """Seconds until an engine is ready with the lens over those without, started side by side."""
-    for name in (_ENGINE, _HTTP, _PARALLEL):
+    for name in (_ENGINE, _HTTP, _LARGE):
         engines = read(name)["engines"]
         for model in dict.fromkeys(key.partition("/")[0] for key in engines):
             took = [engines[f"{model}/{kind}"]["cold_start_seconds"] for kind in ("lens", "plain")]
@@ -409,8 +410,8 @@ def techniques_markdown(read: Read = read_result) -> str:
     return "\n".join(lines)
 
 
-def parallel_markdown(read: Read = read_result) -> str:
-    """The table of models over two GPUs, over vLLM without the lens on as many.
+def large_models_markdown(read: Read = read_result) -> str:
+    """The table of larger models, over vLLM without the lens on as many GPUs.
 
     Args:
         read: gives a result by its name.
@@ -419,10 +420,10 @@ def parallel_markdown(read: Read = read_result) -> str:
         "| model | what each request asks for | 64 requests | 256 requests |",
         "|---|---|---|---|",
     ]
-    for model in dict.fromkeys(run["model"] for run in read(_PARALLEL)["runs"]):
+    for model in dict.fromkeys(run["model"] for run in read(_LARGE)["runs"]):
         for arm in ("idle", "capture-1", "probes-16x4", "steer"):
             asks = "nothing" if arm == "idle" else _ARMS[arm]
-            found = (_spread(read, _PARALLEL, n, arm, model) for n in ("64x128", "256x128"))
+            found = (_spread(read, _LARGE, n, arm, model) for n in ("64x128", "256x128"))
             lines.append(f"| {_MODELS[model]} | {asks} | {' | '.join(map(_range, found))} |")
     return "\n".join(lines)
 

@@ -224,7 +224,7 @@ def generated_files() -> dict[str, str]:
         ("docs/benchmarks.md", "costs", plots.costs_markdown()),
         ("docs/measurements.md", "evals", plots.evals_markdown()),
         ("docs/measurements.md", "techniques", plots.techniques_markdown()),
-        ("docs/measurements.md", "parallel", plots.parallel_markdown()),
+        ("docs/measurements.md", "large", plots.large_models_markdown()),
         ("docs/how-to/settings.md", "settings", settings_markdown()),
         ("docs/reference/compatibility.md", "monkeypatches", patches_markdown()),
         ("docs/models.md", "architectures", architectures_markdown()),

@@ -147,6 +147,11 @@ def refuse_arrays(name: str, value: Any) -> None:
             )
 
 
+def spare_collector() -> None:
+    """Let garbage be collected less often in this process, which runs evals."""
+    collect_less(Settings.load().garbage_threshold, freezes=True)
+
+
 MAX_CONNECTIONS = 64
 _OWN = (
     "capture", "edits", "steer", "edits_meet", "activations", "activations_dir", "probes", "stream",
@@ -227,7 +232,7 @@ class LensAPI(ServerCalls, LensProvider):
         refuse_unknown_arguments(server_args, _OWN, attached=self._init_base_url)
         if not lazy_init:
             self._resolve_server()
-        collect_less(Settings.load().garbage_threshold, freezes=True)
+        spare_collector()
 
     # -- server ----------------------------------------------------------------
 

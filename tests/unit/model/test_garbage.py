@@ -19,11 +19,11 @@ begin(FastAPI())
 """
 TURNS_OFF = "from inspect_lens._vllm.compat.features import turn_off; turn_off('http', 'x')"
 CASES = {
-    "untouched": ("collect_less()", {}),
-    "higher": ("gc.set_threshold(300_000, 5, 5); collect_less()", {}),
-    "zero": ("gc.set_threshold(0); collect_less()", {}),
-    "off": ("gc.disable(); collect_less()", {}),
-    "asked": ("collect_less()", OFF),
+    "untouched": ("spare_collector()", {}),
+    "higher": ("gc.set_threshold(300_000, 5, 5); spare_collector()", {}),
+    "zero": ("gc.set_threshold(0); spare_collector()", {}),
+    "off": ("gc.disable(); spare_collector()", {}),
+    "asked": ("spare_collector()", OFF),
     "server": (BEGINS, {}),
     "server asked": (BEGINS, OFF),
     "server off": (TURNS_OFF + BEGINS, {}),
@@ -35,11 +35,7 @@ CASES = {
 SAYS = """
 import gc, json, os, sys, weakref
 from inspect_ai.model import get_model
-from inspect_lens._base import garbage
-from inspect_lens._settings import Settings
-
-def collect_less():
-    garbage.collect_less(Settings.load().garbage_threshold, freezes=True)
+from inspect_lens.model._provider import spare_collector
 
 class Node: pass
 
