@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
-import numpy as np
 import typer
 import typer.core
-from pydantic_core import from_json, to_json
 
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import ArtifactError, SpecError
@@ -155,9 +153,10 @@ def _typed(context: typer.Context) -> list[Any]:
 def emit(result: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
     """Write a result to standard output."""
     if as_json:
-        # Strict parsers take no NaN; numbers of numpy are numbers, and paths are texts.
-        plain = to_json(result, inf_nan_mode="null", fallback=lambda one: np.asarray(one).tolist())
-        sys.stdout.write(json.dumps(from_json(plain), indent=2) + "\n")
+        # Strict parsers take no NaN; numbers of numpy are numbers, and what else is left is a text.
+        plain = json.dumps(result, default=lambda one: getattr(one, "tolist", one.__str__)())
+        plain = json.loads(plain, parse_constant=lambda _: None)
+        sys.stdout.write(json.dumps(plain, indent=2) + "\n")
     else:
         sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
 

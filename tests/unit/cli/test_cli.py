@@ -54,13 +54,14 @@ def test_what_is_written_as_json_is_read_by_strict_parsers(
     result = {
         "area": math.nan, "far": -math.inf, "n": np.int64(3), "share": np.float32(0.5),
         "is": np.bool_(True), "rows": np.arange(2), "at": Path("p"), "text": "\u202e", 4: (1.0,),
+        "not utf-8": Path("\udcff"),
     }  # fmt: skip
     emit(result, [], as_json=True)
     out, _ = capsys.readouterr()
     assert out.isascii()
     assert json.loads(out, parse_constant=lambda word: pytest.fail(word)) == {
         "area": None, "far": None, "n": 3, "share": 0.5, "is": True, "rows": [0, 1], "at": "p",
-        "text": "\u202e", "4": [1.0],
+        "text": "\u202e", "4": [1.0], "not utf-8": "\udcff",
     }  # fmt: skip
 
 
