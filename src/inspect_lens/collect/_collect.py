@@ -495,9 +495,11 @@ def _alone(uri: str) -> Iterator[None]:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     raise SpecError(
-                        f"out={uri!r}: another process is writing into this folder; wait until it "
-                        "has ended, which keeps what it finished, or name another folder"
+                        f"out={uri!r}: another run is writing into this folder; wait until it has "
+                        "ended, which keeps what it finished, or name another folder"
                     ) from None
+                # A process that was forked meanwhile, such as an engine, has the handle, too.
+                stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)
         yield
 
 

@@ -367,12 +367,31 @@ def test_shards_of_two_runs_that_began_at_once_are_not_mixed(tmp_path: Path) -> 
 def test_two_processes_do_not_write_into_one_folder(tmp_path: Path) -> None:
     """They wrote the same temporary files, of which one lost its name to the other."""
     with FakeLensServer() as server, claimed(str(tmp_path / "out"), {"format": "any"}):
-        with pytest.raises(SpecError, match=r"^out=.*: another process is writing into this fol"):
+        with pytest.raises(SpecError, match=r"^out=.*: another run is writing into this folder"):
             run(server, dataset(4), tmp_path / "out")
         assert not server.requests
     (tmp_path / "out" / "plan.json").unlink()
     with FakeLensServer() as server:
         assert len(run(server, dataset(4), tmp_path / "out")) == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_folder_is_free_although_a_forked_process_lives_on(tmp_path: Path) -> None:
+    """An engine that is forked while a run collects has the handle of the lock."""
+    at, end = os.pipe()
+    plan = {"format": "any"}
+    with claimed(str(tmp_path / "out"), plan):
+        if (child := os.fork()) == 0:
+            os.close(end)
+            os.read(at, 1)
+            os._exit(0)
+    try:
+        with claimed(str(tmp_path / "out"), plan):
+            pass
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+        os.close(at)
 
 
 @pytest.mark.parametrize("file", ["plan.json", "shard-00001.json"])
