@@ -168,6 +168,8 @@ class Value(BaseModel):
 
     # Pydantic's mark: what is inside another value, or read, is validated without this one.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+    # So that `help()` shows fields alone.
+    __init__.__signature__ = inspect.signature(BaseModel.__init__)  # type: ignore[attr-defined]
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ def test_a_value_without_a_name_is_told_its_name() -> None:
         SpecError, match=r"CaptureSpec: fields have names; write CaptureSpec\(layers=…\)"
     ):
         make([4])
+    assert "unnamed" not in inspect.signature(make).parameters
 
 
 def test_a_tensor_that_was_not_captured_is_told_beside_those_that_were() -> None:
