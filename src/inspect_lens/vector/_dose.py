@@ -86,7 +86,8 @@ def dose_response(
     Returns:
         The curve. Where the baseline is missing, the flip rate is NaN. Intervals of fewer than 8
         prompts are NaN, and their `method` says so. That of what came out the same in all prompts
-        is Clopper and Pearson's: in the others it may be as far off as values here are apart.
+        is Clopper and Pearson's: in the others it may be as far off as values here are apart. If
+        all answers have one value, it is NaN.
 
     Raises:
         SpecError: there are no answers, or prompts differ in their scales.
@@ -124,8 +125,8 @@ def dose_response(
 
     def interval(drawn: NDArray[np.float64], *ends: float) -> Interval:
         # A draw in which nothing changes has no rank correlation; it counts as none.
-        low_high = (ends[0], ends[1]) if ends else None
-        return percentile_interval(drawn, n=n, ends=low_high, confidence=confidence, method=_METHOD)
+        drawn = drawn[np.isfinite(drawn)]
+        return percentile_interval(drawn, n=n, ends=ends, confidence=confidence, method=_METHOD)
 
     mean, least, most = values.mean(axis=0), float(values.min()), float(values.max())
     points = tuple(

@@ -110,3 +110,14 @@ def test_a_missing_class_hides_no_wrong_argument() -> None:
     assert math.isnan(recall_at_fpr([], [1.0]).recall)
     with pytest.raises(SpecError, match="fpr"):
         recall_at_fpr([], [1.0], fpr=2.0)
+
+
+def test_draws_without_a_value_are_not_left_out_in_silence() -> None:
+    labels, scores = _gaussian(np.random.default_rng(8), 40, 1.0)
+
+    def often(y: Any, s: Any) -> float:
+        return math.nan if s[0] > 0 else auroc(y, s)
+
+    some = bootstrap_interval(labels, scores, statistic=often, n_resamples=100)
+    assert math.isnan(some.low)
+    assert math.isnan(some.high)

@@ -148,3 +148,12 @@ def test_prompts_that_are_all_alike_are_no_certainty() -> None:
         )
         assert found.method == "clopper-pearson, n = 40"
     assert curve.flip_rate_interval.high < 1.0
+
+
+def test_of_one_value_everywhere_no_interval_is_known() -> None:
+    same = [Response(str(i), s, 1.0) for i in range(40) for s in (0.0, 1.0)]
+    curve = dose_response(same, n_resamples=200)
+    for interval in (curve.effect_interval, curve.points[0].interval):
+        assert math.isnan(interval.low)
+        assert interval.method.startswith("none: all draws are alike")
+    assert curve.flip_rate_interval.method == "none: no draw has a value"

@@ -126,7 +126,7 @@ def percentile_interval(
     *,
     method: str,
     n: int = MIN_GROUPS,
-    ends: tuple[float, float] | None = None,
+    ends: Sequence[float] = (),
     confidence: float = 0.95,
 ) -> Interval:
     """Interval of bootstrap draws of n things; NaN, and its method says why, where they tell none.
@@ -135,19 +135,20 @@ def percentile_interval(
     are all alike would pass for certainty: of a mean that is between `ends`, n of n things came out
     as they did, and the others are anything.
     """
-    known = drawn[np.isfinite(drawn)]
     low = high = math.nan
     if n < MIN_GROUPS:
         method = f"none: {n} are too few to draw from; {MIN_GROUPS} or more are needed"
-    elif known.size and np.ptp(known) < _NONE and ends is not None:
-        exact = clopper_pearson(n, n, confidence=confidence)
-        low, high = (known[0] * exact.low + (1.0 - exact.low) * end for end in ends)
-        method = f"{exact.method}, n = {n}"
-    elif not known.size or np.ptp(known) < _NONE:
-        method = "none: all draws are alike, and do not show how far it varies"
-    else:
+    elif not drawn.size:
+        method = "none: no draw has a value"
+    elif np.ptp(drawn) >= _NONE or np.isnan(drawn).any():
         tail = (1.0 - check_level(confidence)) / 2.0
-        low, high = np.quantile(known, [tail, 1.0 - tail]).tolist()
+        low, high = np.quantile(drawn, [tail, 1.0 - tail]).tolist()
+    elif len(set(ends)) > 1:
+        exact = clopper_pearson(n, n, confidence=confidence)
+        low, high = (drawn[0] * exact.low + (1.0 - exact.low) * end for end in ends)
+        method = f"{exact.method}, n = {n}"
+    else:
+        method = "none: all draws are alike, and do not show how far it varies"
     return Interval(low=low, high=high, confidence=confidence, method=method)
 
 
