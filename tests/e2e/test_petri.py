@@ -337,6 +337,7 @@ def test_a_reply_that_no_model_wrote_and_a_target_that_cannot_be_steered(
     assert log.status == "error"
     assert log.error is not None
     assert "takes no vectors" in log.error.message
+    assert "or a target of your own within takes_steering" in log.error.message
     (sample,) = log.samples or []
     unread, read = results(sample, "read_probe")
     assert unread.error is None

@@ -6,6 +6,7 @@ Like vLLM it has a child process, and like a bad day of vLLM the child ignores S
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--api-key", required=True)
+    parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"))
     options, _ = parser.parse_known_args()
     subprocess.Popen([sys.executable, "-c", _CHILD])
     with FakeLensServer(model=options.model, api_key=options.api_key, port=options.port):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ import torch
 from inspect_ai.model import GenerateConfigArgs
 
 from inspect_lens import judged_arguments
-from inspect_lens._base.arguments import warn_caller
+from inspect_lens._base.arguments import judged_value, warn_caller
 from inspect_lens.attention import load_heads
 from inspect_lens.data import load_dataset
 from inspect_lens.errors import ArtifactError, LensError, SpecError
@@ -259,6 +260,15 @@ def test_integers_are_those_of_python_numpy_and_enumerations_and_no_flags_or_fra
     for wrong in (True, np.bool_(True), 1.0, np.float32(1.0), 1.5):
         with pytest.raises(SpecError, match="; allowed"):
             use(wrong)
+
+
+def test_many_token_ids_are_judged_in_no_time() -> None:
+    ids = list(range(1_000_000))
+    began = time.process_time()
+    assert judged_value("token_ids", ids, Sequence[int]) == ids
+    assert time.process_time() - began < 0.5
+    with pytest.raises(SpecError, match="allowed is a list of integers"):
+        judged_value("token_ids", [*ids, True], Sequence[int])
 
 
 def test_a_warning_is_of_the_line_that_called_this_package() -> None:

@@ -181,7 +181,10 @@ def _asked_at(trace: TracebackType | None) -> str:
 
 _written: deque[str] = deque(maxlen=400)
 """The last lines of servers that Inspect started, which it only logs."""
-_ENDS = re.compile(r"(?:\(\w+ pid=\d+\) )?((?:[\w.]+(?:Error|Exception)|[\w.]+: error): \S.*)")
+_ENDS = re.compile(
+    r"(?:\([\w-]+ pid=\d+\) )?(?:ERROR \S+ \S+ \[[^]]+\] )?"
+    r"((?:[\w.]+(?:Error|Exception)|[\w.]+: error): \S.*)"
+)
 _FOLLOWS = re.compile(r"initiali[sz]ation failed|See root cause above")
 
 

@@ -162,7 +162,8 @@ def start_server(
         key: json.dumps(value) if isinstance(value, Mapping) else value
         for key, value in args.items()
     }
-    env = {variable("parent"): str(os.getpid())}
+    # Neither lists of processes nor an error that names the command are to have the key.
+    env = {variable("parent"): str(os.getpid()), "VLLM_API_KEY": api_key}
     env |= {"VLLM_CONFIGURE_LOGGING": "1" if wanted.pop("configure_logging", False) else "0"}
     if server.enable_lora:
         wanted.setdefault("enable_lora", True)
@@ -183,7 +184,6 @@ def start_server(
     # Whoever reaches the port can read activations and steer, so it listens on loopback.
     host = wanted.pop("host", "127.0.0.1")
     command = [sys.executable, *COMMAND, "--model", model_path(model), "--host", host]
-    command += ["--api-key", api_key]
     hear_server()
     try:
         return start_local_server(

@@ -99,8 +99,9 @@ def test_the_command_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     _server.start_server("org/tiny", port=None, api_key="k", server=record, args=args)
     assert seen["command"] == [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", "org/tiny", "--host", "127.0.0.1", "--api-key", "k"),
-    ]
+        *("--model", "org/tiny", "--host", "127.0.0.1"),
+    ], "the key is in no list of processes, and in no error"
+    assert seen["env"]["VLLM_API_KEY"] == "k"
     assert seen["server_args"] == {
         "kv_cache_memory_bytes": 1 << 28,
         "enforce_eager": True,

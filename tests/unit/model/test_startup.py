@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from inspect_ai._display.textual.display import TextualDisplay
 from inspect_ai.model import get_model
 
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.model import _server, lens_config
+from inspect_lens.model import _host, _server, lens_config
 from inspect_lens.model._host import VLLMServer
 from inspect_lens.spec import Zero
 from tests.kit.fake_server import FakeLensServer
@@ -177,6 +178,21 @@ async def test_a_start_that_fails_has_failed_for_all_that_wait_for_it(
     assert len(starts) == 1
     await ask()  # as an eval after it, in the same notebook
     assert len(starts) == 2
+
+
+@pytest.mark.parametrize("begins", ["", "(Worker_TP1 pid=7) ERROR 12-01 14:00:00 [worker.py:9] "])
+def test_the_reason_is_the_engines_own_whether_its_log_has_a_head_or_none(begins: str) -> None:
+    _host.hear_server()
+    said = logging.getLogger("inspect_ai._util.local_server")
+    for line in (
+        f"{begins}WorkerProc failed to start.",
+        f"{begins}Traceback (most recent call last):",
+        f"{begins}torch.OutOfMemoryError: CUDA out of memory",
+        "(EngineCore_DP0 pid=6) Exception: WorkerProc initialization failed due to an exception",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    ):
+        said.debug(line)
+    assert _host.last_error() == "torch.OutOfMemoryError: CUDA out of memory"
 
 
 ASKED: list[tuple[dict[str, Any], str]] = [

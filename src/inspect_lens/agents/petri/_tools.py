@@ -316,7 +316,7 @@ def steer_target(
         if id(drive.state.metadata) not in _TAKERS:
             raise SpecError(
                 "steer_target: this target takes no vectors, so its replies would not be steered; "
-                "allowed is target=lens_target_agent(…)"
+                "allowed are lens_target_agent(…), or a target of your own within takes_steering"
             )
         if staged.name is None:
             return f"[{anchor}] The target is not steered from its next reply on."
