@@ -133,7 +133,7 @@ def test_names_of_quantisation_that_count_as_one_are_one_in_vllm() -> None:
             assert kinds[name] == kinds[same], name
     ours: dict[str, set[str]] = {}
     for name, kind in kinds.items():
-        ours.setdefault(kind, set()).add(_METHODS.get(name, name))
+        ours.setdefault(kind, set()).add(_METHODS.get(name) or name)
     # A checkpoint and the command line say `mxfp8` of different things.
     several = {kind: names for kind, names in ours.items() if len(names) > 1}
     assert several == {"ModelOptMxFp8Config": {"modelopt_mxfp8", "mxfp8"}}
