@@ -269,6 +269,8 @@ def test_many_token_ids_are_judged_in_no_time() -> None:
     assert time.process_time() - began < 0.5
     with pytest.raises(SpecError, match="allowed is a list of integers"):
         judged_value("token_ids", [*ids, True], Sequence[int])
+    with pytest.raises(SpecError, match="allowed is a list of numbers"):
+        judged_value("doses", [1.0, float("nan")], Sequence[float])
 
 
 def test_a_warning_is_of_the_line_that_called_this_package() -> None:

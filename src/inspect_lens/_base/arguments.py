@@ -244,7 +244,7 @@ def _list(name: str, value: Any, kind: Any) -> Any:
         raise SpecError(f"{name}=[]; allowed is a list that names at least one")
     if get_origin(kind) is tuple and Ellipsis not in of and len(of) != len(items):
         raise _Unfit
-    if name not in _LEAST and {*map(type, items)} == {of[0]}:  # tokens may be 100,000
+    if name not in _LEAST and {*map(type, items)} == {of[0]} == {int}:  # tokens may be 100,000
         return value if isinstance(value, tuple) else items
     found = [_as(name, plain_number(one), of[0]) for one in items]
     return tuple(found) if isinstance(value, tuple) else found
