@@ -17,7 +17,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from inspect_ai.model import GenerateConfigArgs
+from inspect_ai.model import GenerateConfigArgs, get_model
 
 from inspect_lens import judged_arguments
 from inspect_lens._base.arguments import judged_value, warn_caller
@@ -290,7 +290,7 @@ def test_a_warning_is_of_the_line_that_called_this_package() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: probe_gate(PROBE, tries=5), "tries=5: read by nothing with action='flag'"),
+        (lambda: probe_gate(PROBE, tries=5), "tries=5: no effect with action='flag'"),
         (lambda: probe_gate(PROBE, temperature=1.0), "temperature=1.0: .* action='flag'"),
         (lambda: probe_gate(PROBE, action="best", replacement="-"), "replacement='-': .*'best'"),
         (
@@ -298,7 +298,8 @@ def test_a_warning_is_of_the_line_that_called_this_package() -> None:
             "prefer='high': .*'resample'",
         ),
         (lambda: coherence("repetition", judge="m/j", weighted=True), "judge='m/j', weighted=True"),
-        (lambda: coherence(model="m/x"), "model='m/x': read by nothing with method='judge'"),
+        (lambda: coherence(model=get_model("mockllm/model")), "model='mockllm/model': no effect"),
+        (lambda: coherence(model="m/x"), "model='m/x': no effect with method='judge'"),
         (lambda: refusal_rate(weighted=True), "weighted=True: .* without judge= or role="),
         (lambda: monitor_alarm(PROBE, watch="mean"), "watch='mean': .* level='turn'"),
         (lambda: lens_column(PROBE, combine="mean"), "combine='mean': .* over='last'"),
@@ -309,7 +310,7 @@ def test_a_warning_is_of_the_line_that_called_this_package() -> None:
             lambda: train_probe(
                 LDAProbe(), TRAIN, name="t/p", control=CONTROL, pool="max", pools=("mean", "last")
             ),
-            "pool='max': read by nothing beside pools=",
+            "pool='max': no effect beside pools=",
         ),
     ],
 )

@@ -26,7 +26,7 @@ def refuse_idle(function: Callable[..., Any], why: str, **given: Any) -> None:
     idle = [f"{name}={shown(one)}" for name, one in given.items()
             if one is not usual[name].default and one != usual[name].default]  # fmt: skip
     if idle:
-        raise SpecError(f"{', '.join(idle)}: read by nothing {why}; leave it out")
+        raise SpecError(f"{', '.join(idle)}: no effect {why}; leave it out")
 
 
 def warn_caller(text: str, kind: type[Warning] = UserWarning) -> None:

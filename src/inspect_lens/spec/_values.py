@@ -64,7 +64,8 @@ _short.maxlevel = 3
 def shown(value: object) -> str:
     """A value for an error message; short, however large it is."""
     try:
-        return _short.repr(value)
+        # Of a model of Inspect that would be an address in memory.
+        return _short.repr(str(value) if type(value).__repr__ is object.__repr__ else value)
     except ValueError:  # an integer that Python does not write out
         return f"a number of more than {_short.maxlong} digits"
 
