@@ -140,7 +140,8 @@ def log_to_store(
         label_source=_label_source(labelled),
         text_overlap_group=name, samples=tuple(s for s, _ in kept if s.id in known),
     )  # fmt: skip
-    config = _sampled_with(labelled, {turn.message_id for _, turn in kept})
+    made_by = {turn.message_id for _, turn in kept}
+    config = _sampled_with(labelled, made_by) or read.eval.model_generate_config
     how = Request(
         layers="all", positions=wanted, max_tokens=config.max_tokens or 0,
         temperature=config.temperature or 0.0, seed=config.seed or 0,
@@ -158,12 +159,14 @@ def log_to_store(
         return finish(uri, plan)
 
 
-def _sampled_with(samples: Sequence[EvalSample], message_ids: set[str | None]) -> GenerateConfig:
+def _sampled_with(
+    samples: Sequence[EvalSample], message_ids: set[str | None]
+) -> GenerateConfig | None:
     """What the first of some calls was sampled with: task, role and solver have their say in it."""
     events = (event for sample in samples for event in sample.events)
     calls = (event for event in events if isinstance(event, ModelEvent) and event.output.choices)
     found = (call.config for call in calls if call.output.message.id in message_ids)
-    return next(found, GenerateConfig())
+    return next(found, None)
 
 
 def _label_source(samples: Sequence[EvalSample]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from inspect_ai.log import EvalLog
+from inspect_ai.model import GenerateConfig
 
 from inspect_lens.collect import log_to_store
 from inspect_lens.errors import NotCapturedError, SpecError
@@ -45,6 +46,12 @@ def test_a_store_says_what_its_calls_were_sampled_with(tmp_path: Path) -> None:
     store = log_to_store(log, tmp_path / "acts")
     asked = json.loads((tmp_path / "acts" / "manifest.json").read_text())["request"]
     assert (asked["temperature"], asked["seed"], len(store)) == (0.7, 3, 2)
+    # Without the events, the config of the eval is what is known.
+    for sample in log.samples or []:
+        sample.events = []
+    log.eval.model_generate_config = GenerateConfig(temperature=0.5)
+    plain = log_to_store(log, tmp_path / "plain", on_missing="skip").manifest["request"]
+    assert plain["temperature"] == 0.5
 
 
 def test_labels_come_from_a_score_or_a_function_too(log: EvalLog, tmp_path: Path) -> None:
