@@ -24,6 +24,7 @@ __all__ = [
     "Manifest",
     "SampleRecord",
     "ShardFacts",
+    "Stated",
     "decode_shard",
     "encode_shard",
     "read_facts",
@@ -43,14 +44,20 @@ _HEADER_LIMIT: Final = 100_000_000
 Count = Annotated[int, Field(strict=True, ge=0)]
 
 
+class _Dataset(BaseModel):
+    n_samples: Count = 0
+
+
 class About(BaseModel):
     """What the rows of a folder are of, as far as it is said."""
 
     model: dict[str, str | None] = {}
-    dataset: dict[str, Any] = {}
+    dataset: _Dataset = _Dataset()
     request: dict[str, Any] = {}
     computed_with: dict[str, Any] = {}
     layers: list[Count] = []
+    dtype: str = ""
+    shard_samples: Annotated[int, Field(strict=True, ge=1)] = 1
     hidden: Annotated[int, Field(strict=True, ge=0, le=1 << 24)] = 0
 
 
@@ -76,6 +83,21 @@ class Manifest(About):
     shards: list[_Shard]
 
 
+class Stated(dict[str, Any]):
+    """What files say; what they do not say is an error of ours."""
+
+    def __init__(self, where: str, facts: Mapping[str, Any]) -> None:
+        super().__init__(
+            {k: Stated(where, v) if isinstance(v, Mapping) else v for k, v in facts.items()}
+        )
+        self.where = where
+
+    def __missing__(self, key: str) -> Any:
+        raise ArtifactError(
+            f"{self.where}: says no {key!r}, only {sorted(self)}; write it, or collect anew"
+        )
+
+
 def read_facts(
     where: str, content: bytes, kind: type[BaseModel], what: str, *, format: str = ""
 ) -> Any:
@@ -89,7 +111,7 @@ def read_facts(
             kind.model_validate(facts)
         except ValidationError as error:
             raise ValueError(explain(error)) from None
-    return facts
+    return Stated(where, facts)
 
 
 @dataclass(frozen=True, kw_only=True)

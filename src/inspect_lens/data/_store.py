@@ -21,6 +21,7 @@ from inspect_lens._shards import (
     Recording,
     SampleRecord,
     ShardWriter,
+    Stated,
     decode_shard,
     encode_shard,
     read_facts,
@@ -119,21 +120,6 @@ def read_whole(uri: str) -> bytes | None:
     return read_file(uri)
 
 
-class _Stated(dict[str, Any]):
-    """What files say; what they do not say is an error of ours."""
-
-    def __init__(self, where: str, facts: Mapping[str, Any]) -> None:
-        super().__init__(
-            {k: _Stated(where, v) if isinstance(v, Mapping) else v for k, v in facts.items()}
-        )
-        self.where = where
-
-    def __missing__(self, key: str) -> Any:
-        raise ArtifactError(
-            f"{self.where}: says no {key!r}, only {sorted(self)}; write it, or collect anew"
-        )
-
-
 class ActivationStore:
     """Reads what `collect` wrote or a server recorded, shard by shard.
 
@@ -153,7 +139,7 @@ class ActivationStore:
 
     def __init__(self, uri: str, manifest: Mapping[str, Any]) -> None:
         self.uri = uri.rstrip("/")
-        self.manifest: Mapping[str, Any] = _Stated(self.uri, manifest)
+        self.manifest: Mapping[str, Any] = Stated(self.uri, manifest)
 
     @classmethod
     def open(cls, uri: str | Path) -> ActivationStore:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from inspect_lens.collect import collect, feed_again
-from inspect_lens.collect._collect import claimed
+from inspect_lens.collect._collect import claimed, n_kept
 from inspect_lens.data import (
     ActivationStore,
     Message,
@@ -405,6 +405,24 @@ def test_damaged_facts_are_named(tmp_path: Path, file: str, text: str) -> None:
         with pytest.raises(ArtifactError, match=rf"{file}: not what collect wrote .*delete it"):
             run(server, dataset(6), tmp_path / "out")
         assert len(server.requests) == asked
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [("plan.json", "dataset"), ("plan.json", "shard_samples"), ("shard-00001.json", "dtype"),
+     ("shard-00001.json", "hidden"), ("shard-00001.json", "layers")],
+)  # fmt: skip
+def test_facts_that_are_missing_are_named(tmp_path: Path, file: str, key: str) -> None:
+    with FakeLensServer() as server:
+        run(server, dataset(6), tmp_path / "out")
+        where = tmp_path / "out" / file
+        facts = json.loads(where.read_text())
+        del facts[key]
+        where.write_text(json.dumps(facts))
+        (tmp_path / "out" / "manifest.json").unlink()
+        read = n_kept if file == "plan.json" else partial(run, server, dataset(6))
+        with pytest.raises(ArtifactError, match=rf"{file}: says no '{key}', only"):
+            read(str(tmp_path / "out"))
 
 
 def test_a_run_that_wrote_nothing_keeps_no_folder_from_the_next(
