@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Final
 
 __all__ = [
     "ArtifactError",
@@ -83,10 +82,7 @@ class LensError(Exception):
 
 def _short(text: str) -> str:
     """A message as it is, or its ends: what came may be a file's, and what to do stands last."""
-    return text if len(text) <= _MOST else f"{text[: _MOST // 2]} … {text[-_MOST // 2 :]}"
-
-
-_MOST: Final = 8000
+    return text if len(text) <= 8000 else f"{text[:3998]} … {text[-3998:]}"
 
 
 class SpecError(LensError, ValueError):
