@@ -181,6 +181,8 @@ def _asked_at(trace: TracebackType | None) -> str:
 
 _written: deque[str] = deque(maxlen=400)
 """The last lines of servers that Inspect started, which it only logs."""
+_own_level = [logging.NOTSET]
+"""That somebody gave Inspect's logger of them."""
 _ENDS = re.compile(
     r"(?:\([\w-]+ pid=\d+\) )?(?:ERROR \S+ \S+ \[[^]]+\] )?"
     r"((?:[\w.]+(?:Error|Exception)|[\w.]+: error): \S.*)"
@@ -191,15 +193,19 @@ _FOLLOWS = re.compile(r"initiali[sz]ation failed|See root cause above")
 def _hear(record: logging.LogRecord) -> bool:
     _written.append(record.getMessage())
     above = logging.getLogger(_SERVER).parent
+    least = _own_level[0] or (above.getEffectiveLevel() if above else 0)
     is_repeated = "Try rerunning" in record.getMessage()  # by the error, with a better command
-    return not is_repeated and (above is None or record.levelno >= above.getEffectiveLevel())
+    return not is_repeated and record.levelno >= least
 
 
 def hear_server() -> None:
     """Listen to what the next server writes, and show no more of it than before."""
     _written.clear()
-    logging.getLogger(_SERVER).addFilter(_hear)
-    logging.getLogger(_SERVER).setLevel(logging.DEBUG)
+    logger = logging.getLogger(_SERVER)
+    if _hear not in logger.filters or logger.level != logging.DEBUG:
+        _own_level[0] = logger.level
+    logger.addFilter(_hear)
+    logger.setLevel(logging.DEBUG)
 
 
 def last_error() -> str:

@@ -195,6 +195,20 @@ def test_the_reason_is_the_engines_own_whether_its_log_has_a_head_or_none(begins
     assert _host.last_error() == "torch.OutOfMemoryError: CUDA out of memory"
 
 
+def test_a_level_that_somebody_gave_the_log_of_servers_stays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = logging.getLogger("inspect_ai._util.local_server")
+    for level in (logging.WARNING, logging.INFO):
+        said.setLevel(level)
+        for _ in range(2):
+            _host.hear_server()
+            said.info("loads weights")
+    assert caplog.messages == ["loads weights"] * 2
+    said.setLevel(logging.NOTSET)
+    _host.hear_server()
+
+
 ASKED: list[tuple[dict[str, Any], str]] = [
     ({"capture": [2, 99]}, "capture.layers: layer 99; .*tiny has layers 0 to 5"),
     ({"lens": [6]}, "lens.layers: layer 6"),
