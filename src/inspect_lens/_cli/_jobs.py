@@ -235,32 +235,28 @@ def train_job(
     manifest = manifest_of(train)
     facts = manifest["model"]
     positions = manifest["request"]["positions"]
-    with warnings.catch_warnings(record=True) as told:
-        probe = _trained(
-            settings,
-            estimator,
-            fit,
-            selection=chosen,
-            name=name or f"{Path(fit.model).name}/{family}",
-            control=harmless,
-            held_out=judged,
-            disjoint={k: str(v) for k, v in disjoint.items()},
-            layers=picked,
-            rows=rows or None,
-            pool=pools[0],
-            pools=pools,
-            positions=parse_positions(positions, field="positions"),
-            seed=seed,
-            model=ModelRef(name=facts["name"], sha256=facts["sha256"]),
-            on_policy=bool(manifest["dataset"]["on_policy"]),
-            dropped=int(manifest["n_samples"]) - n_read,
-            description=str(manifest["dataset"]["label_meaning"]),
-            command=typed_command(),
-            **how,
-        )
-    for one in told:
-        if str(one.message) not in probe.card.warnings:  # which are shown with the result
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    probe = _trained(
+        settings,
+        estimator,
+        fit,
+        selection=chosen,
+        name=name or f"{Path(fit.model).name}/{family}",
+        control=harmless,
+        held_out=judged,
+        disjoint={k: str(v) for k, v in disjoint.items()},
+        layers=picked,
+        rows=rows or None,
+        pool=pools[0],
+        pools=pools,
+        positions=parse_positions(positions, field="positions"),
+        seed=seed,
+        model=ModelRef(name=facts["name"], sha256=facts["sha256"]),
+        on_policy=bool(manifest["dataset"]["on_policy"]),
+        dropped=int(manifest["n_samples"]) - n_read,
+        description=str(manifest["dataset"]["label_meaning"]),
+        command=typed_command(),
+        **how,
+    )
     check = next((d for d in judged if d.n_positive and d.n_negative), None)
     update: dict[str, Any] = {
         "calibration": calibrate(
@@ -284,13 +280,21 @@ def train_job(
 
 def _trained(settings: Mapping[str, Any], *args: Any, **options: Any) -> AnyProbe:
     """What `train_probe` returns; what torch or scikit-learn say of a setting names the flag."""
+    shown: tuple[str, ...] = ()
     try:
-        return train_probe(*args, **options)
+        with warnings.catch_warnings(record=True) as told:
+            probe = train_probe(*args, **options)
+        shown = probe.card.warnings  # with the result
+        return probe
     except (TypeError, ValueError) as error:
         if not settings or isinstance(error, LensError | ValidationError):
             raise
         given = ", ".join(f"{key!r} of {value!r}" for key, value in settings.items())
         raise SpecError(f"--setting: {given}: {error}; correct it, or leave it out") from error
+    finally:
+        for one in told:
+            if str(one.message) not in shown:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def report_row(probe: AnyProbe, data: ActivationSet, rows: list[Evaluation]) -> Evaluation:

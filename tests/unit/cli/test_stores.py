@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from inspect_lens._cli import app
+from inspect_lens._cli import _jobs, app
 from inspect_lens._cli._jobs import train_job
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import load_probe
@@ -196,3 +197,16 @@ def test_a_saved_set_is_read_as_a_store_is() -> None:
     assert evaluate(files["test"])["auroc"] == stores.evaluations[0].auroc
     with pytest.raises(SpecError, match="layer 77 is not in it"):
         train(out="r", train=files["train"], layers=[77])
+
+
+def test_what_was_warned_of_is_told_where_training_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        warnings.warn("it needs much memory", UserWarning, stacklevel=2)
+        raise SpecError("a failed fit")
+
+    monkeypatch.setattr(_jobs, "train_probe", fails)
+    with (
+        pytest.warns(UserWarning, match="much memory"),
+        pytest.raises(SpecError, match="a failed fit"),
+    ):
+        train()
