@@ -252,12 +252,10 @@ class Recording:
             content = read_file(f"{self.uri}/{name}.json")
             if content is None:
                 continue  # whoever keeps house here has removed it
-            facts = read_facts(
-                f"{self.uri}/{name}.json", content, ShardFacts, "the facts of a shard"
-            )
-            file = f"{name}.safetensors"
+            where, file = f"{self.uri}/{name}.json", f"{name}.safetensors"
+            facts = read_facts(where, content, ShardFacts, "the facts of a shard")
             if facts["file"] != file:
-                raise ArtifactError(f"{self.uri}/{name}.json: is of another shard; delete it")
+                raise ArtifactError(f"{where}: is of another shard; delete it")
             taken.add(number)
             yield RecordedShard(f"{self.uri}/{file}", facts, _cursor(seen))
 
@@ -278,10 +276,7 @@ class Recording:
 
 
 def _read_about(where: str, content: bytes) -> dict[str, Any]:
-    about: dict[str, Any] = read_facts(
-        where, content, About, "what a recording is of", format=RECORDING_FORMAT
-    )
-    return about
+    return read_facts(where, content, About, "what a recording is of", format=RECORDING_FORMAT)
 
 
 def _cursor(seen: Mapping[str, set[int]]) -> str:

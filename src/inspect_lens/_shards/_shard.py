@@ -100,7 +100,7 @@ class Stated(dict[str, Any]):
 
 def read_facts(
     where: str, content: bytes, kind: type[BaseModel], what: str, *, format: str = ""
-) -> Any:
+) -> Stated:
     """Facts that lie beside shards, which may be a stranger's or damaged."""
     advice = "delete it, and run collect again, or read what it stands beside"
     with parsing(where, what, advice):

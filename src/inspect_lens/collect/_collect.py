@@ -539,10 +539,10 @@ def _file(k: int) -> str:
 
 def _facts(uri: str, k: int, plan: dict[str, Any]) -> dict[str, Any] | None:
     """Facts of a finished shard; they are written after it."""
-    content = read_whole(f"{uri}/shard-{k:05d}.json")
-    if content is None:
+    where = f"{uri}/shard-{k:05d}.json"
+    if (content := read_whole(where)) is None:
         return None
-    made: dict[str, Any] = read_facts(f"{uri}/shard-{k:05d}.json", content, ShardFacts, _WHAT)
+    made = read_facts(where, content, ShardFacts, _WHAT)
     if made.get("plan") != _mark(plan):
         raise SpecError(
             f"out={uri!r}: {_file(k)} is of a run with other settings; allowed is one run in a "
