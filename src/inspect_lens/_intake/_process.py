@@ -280,7 +280,9 @@ class Beside:
             for future in waiting.values():
                 if not future.done():
                     future.set_exception(Lost("the process that takes activations in has ended"))
-            await asyncio.to_thread(_bury, process)
+            # The garbage collector ends it amid whatever this thread does, maybe in a pool's lock.
+            if sys.exc_info()[0] is not GeneratorExit:
+                await asyncio.to_thread(_bury, process)
         self._n_died += 1
         logger.warning("the process that takes activations in has ended; threads do its work")
 

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import thread
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -257,6 +259,22 @@ def test_each_event_loop_has_a_process_that_ends_with_it(
             while psutil.pid_exists(pid) and time.monotonic() < until:
                 time.sleep(0.02)  # on a busy machine the child is reaped a little later
             assert not psutil.pid_exists(pid)
+
+
+def test_its_task_is_collected_as_garbage_amid_the_start_of_a_thread(beside: Beside) -> None:
+    left = asyncio.new_event_loop()
+    left.run_until_complete(ready(beside))
+    task = beside._task
+    assert task is not None
+
+    async def collect() -> None:
+        with thread._global_shutdown_lock:  # as `submit` of any pool has it, and no lock twice
+            task.get_coro().close()
+
+    collecting = threading.Thread(target=asyncio.run, args=(collect(),), daemon=True)
+    collecting.start()
+    collecting.join(20)
+    assert not collecting.is_alive()
 
 
 def test_trio_does_without(beside: Beside, server: FakeLensServer) -> None:
