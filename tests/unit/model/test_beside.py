@@ -255,7 +255,8 @@ def test_each_event_loop_has_a_process_that_ends_with_it(
 
     with FakeLensServer() as server:
         for _ in range(2):
-            pid, until = asyncio.run(once(server)), time.monotonic() + 20
+            with asyncio.Runner() as runner:  # Inspect may have replaced `asyncio.run`
+                pid, until = runner.run(once(server)), time.monotonic() + 20
             while psutil.pid_exists(pid) and time.monotonic() < until:
                 time.sleep(0.02)  # on a busy machine the child is reaped a little later
             assert not psutil.pid_exists(pid)
