@@ -6,12 +6,9 @@ import gc
 
 
 def collect_less(ours: int, *, freezes: bool = False) -> None:
-    """Let garbage be collected less often in this process; a collector that is off stays off.
-
-    A threshold that somebody has set higher stays, too. A server freezes what it has itself.
-    """
+    """Let garbage be collected less often in this process."""
     first, *rest = gc.get_threshold()
-    # A threshold of 0 switches the collector off, too.
+    # What somebody has chosen stays: a collector that is off (0 does that), or more objects.
     if not gc.isenabled() or first == 0 or first >= ours:
         return
     if freezes:
